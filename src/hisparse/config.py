@@ -1,0 +1,198 @@
+"""Options, parsed and validated once. Everything behind this module works with frozen, checked values."""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from hisparse.errors import CapacityError, InputError
+from hisparse.geometry import BlockGeometry, RowFormat, ceil_div, device_blocks, host_blocks
+
+GIB = 1 << 30
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(text: str, what: str = "size") -> int:
+    """Bytes of a size such as "512KiB", "1.5 GiB", "2GB" or "4096".
+
+    Raises `InputError` naming `what` when the text is no size or rounds to nothing.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match.group(2).lower()) if match else None
+    if match is None or unit is None:
+        raise InputError(f"{what} {text!r} is not a size: write it like 512KiB, 64MiB or 1.5GiB")
+    num_bytes = int(float(match.group(1)) * unit)
+    if num_bytes <= 0:
+        raise InputError(f"{what} {text!r} is empty: it must be at least one byte")
+    return num_bytes
+
+
+class WriteBack(Enum):
+    """When a full page leaves for the host: when its block is needed, or as soon as it is full."""
+
+    PRESSURE = "pressure"
+    EAGER = "eager"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGeometry:
+    """What the cache needs to know of a model. No torch, no transformers.
+
+    `leader_of[i]` is the layer whose indexer selects the rows of layer `i`; leaders name themselves.
+    `index_row_bytes` is one token's index key of one leader.
+    """
+
+    row: RowFormat
+    leader_of: tuple[int, ...]
+    index_topk: int
+    index_row_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.index_topk <= 0:
+            raise InputError(f"index_topk is {self.index_topk}: a sparse-attention model selects at least one row")
+        for layer, leader in enumerate(self.leader_of):
+            if not 0 <= leader <= layer or self.leader_of[leader] != leader:
+                raise InputError(f"layer {layer} follows layer {leader}, which is not an earlier layer with an indexer")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.leader_of)
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The layers that run an indexer, in order."""
+        return tuple(layer for layer, leader in enumerate(self.leader_of) if layer == leader)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The sizes of one replica's caches.
+
+    `slab_bytes` is the device budget of resident, hot and staging blocks. `host_pool_bytes` is the usable capacity
+    of the host pool. `hot_rows` are the rows of one request's hot lease and `rows_per_step` the most query rows of
+    one request that one step resolves together (1, or more with speculative verification). `staging_rows` bound
+    the device buffer through which a prefill reads host pages. `max_running` requests have a slot at once;
+    `max_tokens` is the longest one; `indexer_tokens` what the indexer's own pool holds.
+    """
+
+    block_size: int
+    slab_bytes: int
+    host_pool_bytes: int
+    hot_rows: int
+    staging_rows: int
+    max_running: int
+    max_tokens: int
+    indexer_tokens: int
+    rows_per_step: int = 1
+    write_back: WriteBack = WriteBack.PRESSURE
+
+
+MAX_HOT_ROWS = 32768
+MAX_TOPK = 4096
+MAX_ROWS_PER_STEP = 8
+TAIL_PAGES = 2
+"""Pages that a running request always has on the device: the one it fills and the one it moves on to."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """A `CacheConfig` applied to a `ModelGeometry`: the pools in blocks, null blocks included.
+
+    Every number here is derived; build it with `plan_cache`, which checks how the numbers relate.
+    """
+
+    config: CacheConfig
+    model: ModelGeometry
+    device: BlockGeometry
+    host: BlockGeometry
+    indexer: BlockGeometry
+    num_device_blocks: int
+    num_host_blocks: int
+    num_indexer_blocks: int
+    hot_blocks: int
+    staging_blocks: int
+    max_pages: int
+
+    @property
+    def host_backed_blocks(self) -> int:
+        """Device blocks that a running request needs at most, once all else is on the host."""
+        return self.hot_blocks + TAIL_PAGES
+
+    @property
+    def usable_device_blocks(self) -> int:
+        """Blocks of the slab that requests share: all but the null block and the staging lease."""
+        return self.num_device_blocks - 1 - self.staging_blocks
+
+
+def plan_cache(config: CacheConfig, model: ModelGeometry) -> CachePlan:
+    """Derive and check the sizes of all pools.
+
+    Raises `InputError` for an option outside its range, `CapacityError` (with the minimum) for a budget that
+    cannot run even one request.
+    """
+    _check_ranges(config, model)
+    device = device_blocks(model.row, model.num_layers, config.block_size)
+    host = host_blocks(model.row, model.num_layers, config.block_size)
+    index_row = RowFormat("index key", model.index_row_bytes)
+    indexer = device_blocks(index_row, len(model.leaders), config.block_size)
+    hot = ceil_div(config.hot_rows, config.block_size)
+    staging = ceil_div(config.staging_rows, config.block_size)
+    num_device = device.blocks_in(config.slab_bytes)
+    minimum = 1 + staging + hot + TAIL_PAGES
+    if num_device < minimum:
+        raise CapacityError(
+            f"a device budget of {config.slab_bytes} bytes holds {num_device} blocks; the least that runs one request "
+            f"is {minimum} blocks, {minimum * device.payload_bytes} bytes (1 null, {staging} staging, {hot} hot, "
+            f"{TAIL_PAGES} tail)"
+        )
+    num_host = host.blocks_in(config.host_pool_bytes)
+    if num_host < 2:
+        raise CapacityError(
+            f"a host pool of {config.host_pool_bytes} bytes holds {num_host} blocks; the least is 2 blocks, "
+            f"{2 * host.payload_bytes} bytes"
+        )
+    return CachePlan(
+        config=config,
+        model=model,
+        device=device,
+        host=host,
+        indexer=indexer,
+        num_device_blocks=num_device,
+        num_host_blocks=num_host,
+        num_indexer_blocks=1 + indexer.pages(config.indexer_tokens),
+        hot_blocks=hot,
+        staging_blocks=staging,
+        max_pages=device.pages(config.max_tokens),
+    )
+
+
+def _check_ranges(config: CacheConfig, model: ModelGeometry) -> None:
+    if config.block_size <= 0 or config.block_size & (config.block_size - 1):
+        raise InputError(f"block size {config.block_size} must be a power of two, such as 16 or 64")
+    if model.index_topk > MAX_TOPK:
+        raise InputError(f"index_topk {model.index_topk} is over the resolver's bound of {MAX_TOPK}")
+    if not 1 <= config.rows_per_step <= MAX_ROWS_PER_STEP:
+        raise InputError(f"rows per step must be 1 to {MAX_ROWS_PER_STEP}, not {config.rows_per_step}")
+    union = model.index_topk * config.rows_per_step
+    if not union <= config.hot_rows <= MAX_HOT_ROWS:
+        raise InputError(
+            f"hot rows {config.hot_rows} must be at least {union} (top-k {model.index_topk} times "
+            f"{config.rows_per_step} rows of a step) and at most {MAX_HOT_ROWS}"
+        )
+    if config.staging_rows < model.index_topk:
+        raise InputError(f"staging rows {config.staging_rows} must be at least top-k, {model.index_topk}")
+    for name in ("max_running", "max_tokens", "indexer_tokens"):
+        if getattr(config, name) <= 0:
+            raise InputError(f"{name} must be at least 1, not {getattr(config, name)}")
