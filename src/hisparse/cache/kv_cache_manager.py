@@ -1,0 +1,106 @@
+"""The device caches of a replica: pools, groups and their managers behind one face."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hisparse.cache.admission import GRANTED, Admission, Verdict
+from hisparse.cache.block_pool import BlockPool
+from hisparse.cache.groups import DevicePools, GroupKind, cache_groups
+from hisparse.cache.managers import HiSparseResidentManager, HotManager, SingleTypeKVCacheManager
+from hisparse.cache.table_log import TableLog
+from hisparse.config import CachePlan
+from hisparse.errors import InvariantError
+from hisparse.protocol import DeviceBlockId, Table
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """Blocks of the slab by what they are leased for. They add up to the pool, null block aside."""
+
+    resident: int
+    hot: int
+    staging: int
+    free: int
+
+
+class KVCacheManager:
+    """Device blocks of all groups. Pages of the resident and the indexer group grow together.
+
+    The staging lease is taken once, here, and kept: it is the bounded buffer of prefills over host pages.
+    """
+
+    def __init__(self, plan: CachePlan, log: TableLog) -> None:
+        self.plan = plan
+        self.slab: BlockPool[DeviceBlockId] = BlockPool(plan.num_device_blocks, "slab")
+        self.index_pool: BlockPool[DeviceBlockId] = BlockPool(plan.num_indexer_blocks, "indexer")
+        pools = DevicePools(self.slab, self.index_pool)
+        groups = {group.kind: group for group in cache_groups(plan.config.block_size)}
+        self.resident = HiSparseResidentManager(groups[GroupKind.RESIDENT], pools, log, Table.RESIDENT)
+        self.hot = HotManager(groups[GroupKind.HOT], pools, log, Table.HOT, plan.hot_blocks)
+        self.indexer = SingleTypeKVCacheManager(groups[GroupKind.INDEXER], pools, log, Table.INDEXER)
+        self.staging: tuple[DeviceBlockId, ...] = tuple(self.slab.allocate(plan.staging_blocks))
+
+    def add(self, request_id: str, slot: int) -> None:
+        for manager in (self.resident, self.hot, self.indexer):
+            manager.add(request_id, slot)
+
+    def remove(self, request_id: str) -> None:
+        """End all device leases of a request."""
+        for manager in (self.hot, self.resident, self.indexer):
+            manager.remove(request_id)
+
+    def grow(self, request_id: str, num_pages: int) -> Admission:
+        """Have the request cover `num_pages` pages in both paged groups, or say what is missing. All or nothing."""
+        more = num_pages - self.resident.num_pages(request_id)
+        if more <= 0:
+            return GRANTED
+        slab_short = max(0, more - self.slab.num_free)
+        indexer_short = max(0, more - self.index_pool.num_free)
+        if slab_short or indexer_short:
+            return Admission(Verdict.WAIT, slab_short, indexer_short)
+        self.resident.grow(request_id, num_pages)
+        self.indexer.grow(request_id, num_pages)
+        return GRANTED
+
+    def take_hot(self, request_id: str) -> Admission:
+        """Have the request hold a hot lease, or say what is missing."""
+        if self.hot.holds(request_id):
+            return GRANTED
+        short = self.plan.hot_blocks - self.slab.num_free
+        if short > 0:
+            return Admission(Verdict.WAIT, slab_short=short)
+        self.hot.take(request_id)
+        return GRANTED
+
+    def publish(self, request_id: str, first_page: int, keys: Sequence[bytes]) -> None:
+        """Let prefix lookups find full, computed pages of both paged groups."""
+        pages = list(enumerate(keys, first_page))
+        self.resident.publish(request_id, pages)
+        self.indexer.publish(request_id, pages)
+
+    def use(self) -> DeviceUse:
+        resident, hot = len(self.resident.leases_by_block()), len(self.hot.leases_by_block())
+        return DeviceUse(resident, hot, len(self.staging), self.slab.num_free)
+
+    def assert_invariants(self, pins: dict[int, int]) -> None:
+        """Every lease of a device block is a table entry, the staging lease or one of `pins` (copies in flight)."""
+        self.slab.assert_invariants()
+        self.index_pool.assert_invariants()
+        expected = dict(pins)
+        for staging in self.staging:
+            expected[staging] = expected.get(staging, 0) + 1
+        for manager in (self.resident, self.hot):
+            for block, count in manager.leases_by_block().items():
+                expected[block] = expected.get(block, 0) + count
+        _compare("slab", self.slab, expected)
+        _compare("indexer", self.index_pool, self.indexer.leases_by_block())
+        private = list(self.hot.leases_by_block().items())
+        if any(count != 1 or self.slab.leases(DeviceBlockId(block)) != 1 for block, count in private):
+            raise InvariantError(f"a hot block is shared: {private}")
+
+
+def _compare(name: str, pool: BlockPool[DeviceBlockId], expected: dict[int, int]) -> None:
+    for block in range(1, pool.num_blocks):
+        leases, known = pool.leases(DeviceBlockId(block)), expected.get(block, 0)
+        if leases != known:
+            raise InvariantError(f"{name} block {block} has {leases} leases, its users account for {known}")
