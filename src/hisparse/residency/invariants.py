@@ -1,0 +1,79 @@
+"""Laws that hold for a coordinator after every call. Used by tests after every step, and by debug runs."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hisparse.errors import InvariantError
+from hisparse.geometry import NULL_BLOCK
+from hisparse.protocol import Direction, HostBlockId
+from hisparse.residency.page_states import PageState, RequestPages
+from hisparse.residency.transactions import TransactionLog
+
+if TYPE_CHECKING:
+    from hisparse.residency.coordinator import HiSparseCoordinator
+
+
+def check_coordinator(
+    coordinator: "HiSparseCoordinator", requests: tuple[RequestPages, ...], log: TransactionLog
+) -> None:
+    """Raise `InvariantError` naming the ids and states that contradict each other."""
+    pins: Counter[int] = Counter()
+    host: Counter[int] = Counter()
+    for pages in requests:
+        _check_pages(pages, coordinator.kv.resident.blocks(pages.request_id))
+        host.update(block for block in pages.host if block != NULL_BLOCK)
+    on_their_way = 0
+    for transaction in log.open():
+        enqueued = log.is_enqueued(transaction)
+        for copy in transaction.transfer.copies:
+            host[copy.host_block] += 1
+            if not enqueued:
+                pins[copy.device_block] += 1
+        if transaction.transfer.direction is Direction.DEVICE_TO_HOST and not enqueued:
+            on_their_way += len(transaction.transfer.copies)
+        _check_owner(transaction.owner, transaction.pages, transaction.transfer.transfer_id)
+    if on_their_way != coordinator.blocks_on_their_way:
+        raise InvariantError(f"{coordinator.blocks_on_their_way} blocks on their way, transactions say {on_their_way}")
+    coordinator.kv.assert_invariants(dict(pins))
+    coordinator.host_pool.assert_invariants()
+    for block in range(1, coordinator.host_pool.num_blocks):
+        leases = coordinator.host_pool.leases(HostBlockId(block))
+        if leases != host[block]:
+            raise InvariantError(f"host block {block} has {leases} leases, its users account for {host[block]}")
+
+
+def _check_pages(pages: RequestPages, table: Sequence[int]) -> None:
+    for page, state in enumerate(pages.state):
+        on_device = table[page] != NULL_BLOCK
+        on_host = pages.host[page] != NULL_BLOCK
+        expected = {
+            PageState.RESIDENT: (True, False),
+            PageState.SPILLING: (True, True),
+            PageState.HOST: (False, True),
+        }[PageState(state)]
+        if (on_device, on_host) != expected:
+            raise InvariantError(
+                f"page {page} of request {pages.request_id} is {PageState(state).name} with device block "
+                f"{table[page]} and host block {pages.host[page]}"
+            )
+        if state == PageState.SPILLING and page not in pages.in_flight:
+            raise InvariantError(f"page {page} of request {pages.request_id} is SPILLING in no transfer")
+        if state != PageState.RESIDENT and page >= pages.num_sealed:
+            raise InvariantError(f"page {page} of request {pages.request_id} left the device before it was sealed")
+    backed = len(pages.state) - pages.state.count(PageState.RESIDENT)
+    if backed != pages.num_host_backed:
+        raise InvariantError(f"request {pages.request_id} counts {pages.num_host_backed} host pages, has {backed}")
+    returning = sum(pages.state[page] == PageState.RESIDENT for page in pages.in_flight)
+    if returning != pages.num_returning:
+        raise InvariantError(f"request {pages.request_id}: {pages.num_returning} returning pages counted, {returning} are")
+    if any(state == PageState.RESIDENT for state in pages.state[: pages.first_resident]):
+        raise InvariantError(f"request {pages.request_id} has a resident page below {pages.first_resident}")
+
+
+def _check_owner(owner: RequestPages | None, pages: tuple[int, ...], transfer_id: int) -> None:
+    if owner is None:
+        return
+    for page in pages:
+        if owner.in_flight.get(page) != transfer_id:
+            raise InvariantError(f"page {page} of request {owner.request_id} does not know its transfer {transfer_id}")

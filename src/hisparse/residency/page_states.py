@@ -1,0 +1,97 @@
+"""Where the truth of a page is, and how that may change.
+
+    RESIDENT ──spill begins──► SPILLING ──copy enqueued──► HOST
+        ▲                                                   │
+        └──────────────── restore enqueued ─────────────────┘
+
+A page is RESIDENT from the moment it gets a device block. SPILLING pages still read from the device. A HOST page
+whose copy is enqueued but not completed may be read by work ordered behind the copy; only its completion makes the
+bytes fit to be published.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from hisparse.errors import InvariantError
+from hisparse.protocol import TransferId
+
+
+class PageState(IntEnum):
+    RESIDENT = 0
+    SPILLING = 1
+    HOST = 2
+
+
+TRANSITIONS = frozenset(
+    {
+        (PageState.RESIDENT, PageState.SPILLING),
+        (PageState.SPILLING, PageState.HOST),
+        (PageState.HOST, PageState.RESIDENT),
+    }
+)
+
+
+@dataclass(slots=True, eq=False)
+class RequestPages:
+    """The page records of one request, one column per field, one entry per page. The coordinator changes them.
+
+    `state[i]`: the page's `PageState`. `host[i]`: its host block, with one lease, or 0; set while SPILLING or HOST.
+    `in_flight[i]`: the transfer that moves the page now. `tokens`: the request's tokens, shared with the engine,
+    which only appends. `may_spill`: whether pages may leave the device at all; a request that is smaller than a hot lease
+    stays whole. `keys`: prefix keys of pages 0 … len-1. `num_sealed`: pages that are full and computed; only
+    these may leave the device, and only these have entries in `state` and `host`; the pages after them are resident.
+    `first_resident`: no page below it is RESIDENT. `num_host_backed`: pages that are SPILLING or HOST.
+    `num_returning`: RESIDENT pages whose restore is not completed; they stay until it is.
+    """
+
+    request_id: str
+    slot: int
+    tokens: "array[int]"
+    may_spill: bool = True
+    state: bytearray = field(default_factory=bytearray)
+    host: "array[int]" = field(default_factory=lambda: array("i"))
+    in_flight: dict[int, TransferId] = field(default_factory=dict)
+    keys: list[bytes] = field(default_factory=list)
+    num_sealed: int = 0
+    first_resident: int = 0
+    num_host_backed: int = 0
+    num_returning: int = 0
+
+    def move(self, page: int, to: PageState) -> None:
+        """Take one page along one edge of the diagram. Raises `InvariantError` for any other move."""
+        state = self.state[page]
+        if (state, to) not in TRANSITIONS:
+            raise InvariantError(
+                f"page {page} of request {self.request_id} cannot go from {PageState(state).name} to {to.name}"
+            )
+        self.state[page] = to
+        if to is PageState.SPILLING:
+            self.num_host_backed += 1
+        elif to is PageState.RESIDENT:
+            self.num_host_backed -= 1
+            self.first_resident = min(self.first_resident, page)
+
+    def extend(self, num_pages: int) -> None:
+        """Records for new pages, which start RESIDENT."""
+        more = num_pages - len(self.state)
+        if more > 0:
+            self.state.extend(bytes(more))
+            self.host.extend(array("i", bytes(4 * more)))
+
+    def spillable(self, limit: int) -> list[int]:
+        """Up to `limit` pages that may leave the device, the lowest first."""
+        find, end = self.state.find, self.num_sealed
+        page = find(PageState.RESIDENT, self.first_resident, end)
+        self.first_resident = page if page >= 0 else end
+        pages: list[int] = []
+        while page >= 0 and len(pages) < limit:
+            if page not in self.in_flight:
+                pages.append(page)
+            page = find(PageState.RESIDENT, page + 1, end)
+        return pages
+
+    @property
+    def num_spillable(self) -> int:
+        """Sealed RESIDENT pages that no copy is still bringing back."""
+        return self.may_spill * (self.num_sealed - self.num_host_backed - self.num_returning)

@@ -1,0 +1,270 @@
+"""The spill transaction, one acknowledgement at a time."""
+
+import pytest
+from world import HOT_BLOCKS, World
+
+from hisparse.config import WriteBack
+from hisparse.errors import InvariantError, ProtocolError
+from hisparse.protocol import Direction, SparseKVWorkerReport, Table, TransferId
+from hisparse.residency import PageState
+from hisparse.residency.page_states import TRANSITIONS, RequestPages
+
+RESIDENT, SPILLING, HOST = PageState.RESIDENT, PageState.SPILLING, PageState.HOST
+
+
+def test_pages_move_along_the_diagram_only() -> None:
+    for before in PageState:
+        for after in PageState:
+            pages = RequestPages("r", 0, tokens=None)  # type: ignore[arg-type]
+            pages.extend(1)
+            pages.state[0] = before
+            if (before, after) in TRANSITIONS:
+                pages.move(0, after)
+            else:
+                with pytest.raises(InvariantError, match=f"page 0 of request r cannot go from {before.name}"):
+                    pages.move(0, after)
+    assert {(RESIDENT, SPILLING), (SPILLING, HOST), (HOST, RESIDENT)} == TRANSITIONS
+
+
+def test_a_spill_goes_begun_enqueued_completed() -> None:
+    world = World()
+    world.start("a", 2, num_pages=4)
+    world.log.drain()
+    free = world.kv.slab.num_free
+    key = world.coordinator.pages("a").keys[0]
+
+    assert world.coordinator.reclaim(1) == 1 + HOT_BLOCKS, "the pages pay for the hot lease that they make necessary"
+    (transfer,) = world.take()
+    assert transfer.direction is Direction.DEVICE_TO_HOST
+    assert world.states("a") == [SPILLING] * 3 + [RESIDENT]
+    assert world.kv.slab.num_free == free, "nothing is free before the copy is in the stream"
+    assert world.table_writes(Table.RESIDENT) == []
+    world.coordinator.assert_invariants()
+
+    world.report(enqueued=[transfer])
+    assert world.states("a") == [HOST] * 3 + [RESIDENT]
+    assert world.kv.slab.num_free == free + 3
+    assert world.coordinator.host_pool.lookup(key) is None, "enqueued is not valid"
+    assert world.coordinator.host_pool.leases(transfer.copies[0].host_block) == 2
+
+    world.report(completed=[transfer])
+    assert world.coordinator.host_pool.lookup(key) == transfer.copies[0].host_block
+    assert world.coordinator.host_pool.leases(transfer.copies[0].host_block) == 1
+    assert world.coordinator.num_in_flight == 0
+
+
+def test_workers_learn_of_a_hole_together_with_its_host_block() -> None:
+    world = World()
+    world.start("a", 2, num_pages=4)
+    world.coordinator.reclaim(1)
+    world.log.drain()
+    (transfer,) = world.take()
+    world.report(enqueued=[transfer])
+    _, updates = world.log.drain()
+    entries = {(update.table, update.first_page): update.blocks for update in updates}
+    for page, copy in enumerate(transfer.copies):
+        assert entries[(Table.RESIDENT, page)] == (0,)
+        assert entries[(Table.HOST, page)] == (copy.host_block,)
+
+
+def test_reclaim_asks_for_no_more_than_is_missing() -> None:
+    world = World()
+    world.start("a", 0, num_pages=4)
+    world.coordinator.reclaim(1)
+    world.take()
+    assert world.coordinator.reclaim(2) == 3, "what is on its way counts"
+    assert world.take() == ()
+
+
+def test_requests_on_host_give_before_whole_ones() -> None:
+    world = World(device_blocks=20)
+    world.start("a", 0, num_pages=4, seed=1)
+    world.start("b", 1, num_pages=6, seed=2)
+    world.spill("b", 1)
+    world.coordinator.reclaim(2)
+    assert world.states("b")[:3] == [HOST, SPILLING, SPILLING]
+    assert world.states("a") == [RESIDENT] * 4
+
+
+def test_pages_that_are_not_full_stay() -> None:
+    world = World()
+    tokens = world.start("a", 0, num_pages=2)
+    tokens.extend([7, 8, 9])
+    assert world.kv.grow("a", 3).granted
+    world.coordinator.seal("a", len(tokens))
+    assert world.coordinator.reclaim(10) == 2
+    assert world.kv.resident.blocks("a")[2] != 0
+
+
+def test_small_requests_stay_whole() -> None:
+    world = World(write_back=WriteBack.EAGER)
+    world.start("a", 0, num_pages=3, may_spill=False)
+    assert world.coordinator.reclaim(3) == 0
+    assert world.take() == ()
+
+
+def test_eager_write_back_does_not_wait_for_pressure() -> None:
+    world = World(write_back=WriteBack.EAGER)
+    world.start("a", 0, num_pages=3)
+    (transfer,) = world.take()
+    assert len(transfer.copies) == 3
+    lazy = World()
+    lazy.start("a", 0, num_pages=3)
+    assert lazy.take() == ()
+
+
+def test_a_full_host_pool_ends_reclaiming() -> None:
+    world = World(host_blocks=3)
+    world.start("a", 0, num_pages=6)
+    assert world.coordinator.reclaim(6) == 2
+    assert world.coordinator.num_reclaimable() == 2
+    world.report(*2 * [world.take()])
+    assert world.coordinator.reclaim(6) == 0
+
+
+def test_bytes_that_the_host_holds_already_are_not_copied_again() -> None:
+    world = World(device_blocks=20)
+    world.start("a", 0, num_pages=3)
+    world.start("b", 1, num_pages=3)
+    first = world.spill("a", 3)
+    assert [len(transfer.copies) for transfer in first] == [3]
+    assert world.spill("b", 3) == ()
+    assert world.states("b") == [HOST] * 3
+    assert list(world.coordinator.pages("b").host) == list(world.coordinator.pages("a").host)
+    assert world.coordinator.totals.shared_spills == 3
+    world.coordinator.remove("a")
+    world.coordinator.assert_invariants()
+
+
+@pytest.mark.parametrize("when", ["begun", "enqueued"])
+def test_a_request_that_leaves_with_a_copy_in_flight_frees_nothing_under_it(when: str) -> None:
+    world = World()
+    world.start("a", 0, num_pages=4)
+    world.coordinator.reclaim(2)
+    (transfer,) = world.take()
+    key = world.coordinator.pages("a").keys[0]
+    if when == "enqueued":
+        world.report(enqueued=[transfer])
+    world.coordinator.remove("a")
+    world.coordinator.assert_invariants()
+    block = transfer.copies[0].device_block
+    assert (world.kv.slab.leases(block) == 1) is (when == "begun")
+    assert world.coordinator.host_pool.leases(transfer.copies[0].host_block) == 1
+    assert world.coordinator.host_pool.lookup(key) is None
+    if when == "begun":
+        world.report(enqueued=[transfer])
+        assert world.kv.slab.leases(block) == 0
+    world.report(completed=[transfer])
+    assert world.coordinator.host_pool.leases(transfer.copies[0].host_block) == 0
+    assert world.coordinator.host_pool.lookup(key) is not None, "the page was full and computed, so it may be found"
+
+
+def test_a_preempted_request_publishes_only_what_was_computed() -> None:
+    world = World()
+    tokens = world.start("a", 0, num_pages=2)
+    tokens.extend(range(8))
+    world.kv.grow("a", 4)
+    keys = world.coordinator.prefix_keys(tokens + tokens[:1])
+    world.coordinator.remove("a")
+    hit = world.coordinator.find_prefix(keys)
+    assert hit.num_pages == 2
+
+
+def test_restore_brings_pages_back_and_keeps_the_host_copy_findable() -> None:
+    world = World()
+    world.start("a", 0, num_pages=4)
+    world.spill("a", 3)
+    assert world.coordinator.restore("a", 2) == 2
+    (transfer,) = world.take()
+    assert transfer.direction is Direction.HOST_TO_DEVICE
+    assert world.states("a") == [HOST, HOST, HOST, RESIDENT], "the truth is on the host until the copy is enqueued"
+    world.report(enqueued=[transfer])
+    assert world.states("a") == [HOST, RESIDENT, RESIDENT, RESIDENT]
+    assert world.coordinator.pages("a").spillable(9) == [3], "pages on their way back stay"
+    world.report(completed=[transfer])
+    assert world.coordinator.pages("a").spillable(9) == [1, 2, 3]
+    assert world.coordinator.totals.restores == 2
+    assert world.coordinator.host_pool.lookup(world.coordinator.pages("a").keys[1]) is not None
+
+
+def test_a_page_is_not_restored_under_its_own_spill() -> None:
+    world = World()
+    world.start("a", 0, num_pages=4)
+    world.coordinator.reclaim(1)
+    (transfer,) = world.take()
+    world.report(enqueued=[transfer])
+    assert world.coordinator.restore("a", 9) == 0
+    world.report(completed=[transfer])
+    assert world.coordinator.restore("a", 9) == 3
+
+
+def test_a_request_that_leaves_during_a_restore_frees_the_blocks_when_enqueued() -> None:
+    world = World()
+    world.start("a", 0, num_pages=4)
+    world.spill("a", 3)
+    world.coordinator.restore("a", 2)
+    (transfer,) = world.take()
+    world.coordinator.remove("a")
+    world.coordinator.assert_invariants()
+    assert world.kv.slab.leases(transfer.copies[0].device_block) == 1
+    world.report(enqueued=[transfer])
+    assert world.kv.slab.leases(transfer.copies[0].device_block) == 0
+    world.report(completed=[transfer])
+    assert world.coordinator.host_pool.num_leased == 0
+
+
+def test_a_report_counts_when_every_worker_gave_it() -> None:
+    world = World(num_workers=3)
+    world.start("a", 0, num_pages=4)
+    world.coordinator.reclaim(1)
+    (transfer,) = world.take()
+    world.report([transfer], worker=2)
+    world.report([transfer], [transfer], worker=0)
+    assert world.states("a")[0] is SPILLING
+    world.report([transfer], worker=1)
+    assert world.states("a")[0] is HOST
+    world.report([], [transfer], worker=2)
+    assert world.coordinator.num_in_flight == 1
+    world.report([], [transfer], worker=1)
+    assert world.coordinator.num_in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("reports", "message"),
+    [
+        ([SparseKVWorkerReport(0, (TransferId(9),))], "transfer 9 enqueued, which was never begun"),
+        ([SparseKVWorkerReport(0, (TransferId(1), TransferId(1)))], "transfer 1 enqueued twice"),
+        ([SparseKVWorkerReport(0, (), (TransferId(1),))], "transfer 1 completed before enqueued"),
+        ([SparseKVWorkerReport(0, (TransferId(1),), (TransferId(1), TransferId(1)))], "transfer 1 completed, which fin"),
+        ([SparseKVWorkerReport(0, (TransferId(1),), (TransferId(1),))] * 2, "transfer 1 enqueued, which finished"),
+        ([SparseKVWorkerReport(1, (TransferId(1),))], "worker 1"),
+    ],
+)
+def test_a_report_that_cannot_be_true_names_its_transfer(reports: list[SparseKVWorkerReport], message: str) -> None:
+    world = World()
+    world.start("a", 0, num_pages=4)
+    world.coordinator.reclaim(1)
+    world.take()
+    with pytest.raises(ProtocolError, match=message):
+        for report in reports:
+            world.coordinator.apply(report)
+
+
+@pytest.mark.parametrize("damage", ["state", "host lease", "pin", "cursor"])
+def test_damage_is_found_by_the_invariants(damage: str) -> None:
+    world = World()
+    world.start("a", 0, num_pages=4)
+    world.coordinator.reclaim(1)
+    (transfer,) = world.take()
+    world.coordinator.assert_invariants()
+    pages = world.coordinator.pages("a")
+    if damage == "state":
+        pages.state[0] = HOST
+    elif damage == "host lease":
+        world.coordinator.host_pool.release([transfer.copies[0].host_block])
+    elif damage == "pin":
+        world.kv.slab.release([transfer.copies[0].device_block])
+    else:
+        pages.first_resident = 4
+    with pytest.raises(InvariantError):
+        world.coordinator.assert_invariants()
