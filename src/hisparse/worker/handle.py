@@ -1,0 +1,124 @@
+"""HiSparseCacheHandle: what attention sees of one layer's cache, wherever its rows are."""
+
+from dataclasses import dataclass
+
+import torch
+
+from hisparse.errors import InputError, InvariantError
+from hisparse.geometry import RowFormat
+from hisparse.kernels.contract import Selection
+from hisparse.worker.runtime import FollowerRuntime, LeaderRuntime
+from hisparse.worker.staging import StagePlan, StagingArea
+from hisparse.worker.stream import CopyStream
+from hisparse.worker.views import row_dtype
+
+
+@dataclass(slots=True)
+class StagingCounters:
+    """Prefill selections since the start, under the names that resolvers count by. Changed by handles alone.
+
+    Rows count once, for leaders; `bytes` count for every layer that loads.
+    """
+
+    resident: int = 0
+    hot: int = 0
+    miss: int = 0
+    bytes: int = 0
+    unreachable: int = 0
+
+    def add_rows(self, plan: StagePlan) -> None:
+        self.resident += plan.num_resident
+        self.hot += plan.num_shared
+        self.miss += plan.num_loaded
+        self.unreachable += plan.num_unreachable
+
+
+@dataclass(frozen=True, slots=True)
+class HandleContext:
+    """What all handles of a worker share."""
+
+    row: RowFormat
+    stream: CopyStream
+    staging: StagingArea
+    counters: StagingCounters
+
+
+class HiSparseCacheHandle:
+    """One layer's cache. Rows are physical rows of the slab; every access comes behind the step's copies.
+
+    In a step: `write` the new rows first; then decode rows through `resolve` (a leader) or `load_followed` (a
+    follower), prefill rows through `stage`, pass by pass; then `gather`.
+    """
+
+    def __init__(self, runtime: LeaderRuntime | FollowerRuntime, context: HandleContext) -> None:
+        self._runtime = runtime
+        self._context = context
+        self._dtype = row_dtype(context.row)
+
+    @property
+    def layer(self) -> int:
+        return self._runtime.layer
+
+    @property
+    def runtime(self) -> LeaderRuntime | FollowerRuntime:
+        return self._runtime
+
+    def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new tokens: `values` `[t, elems]` in the model's dtype (uint8 for packed rows) into rows `[t]`.
+
+        Raises `InvariantError` for another dtype or width and for a row that is no place to write.
+        """
+        if values.dtype != self._dtype:
+            raise InvariantError(f"layer {self.layer} stores {self._dtype} elements, not {values.dtype}")
+        self._context.stream.order_before_compute()
+        self._runtime.views.slab.write(rows, values)
+
+    def resolve(self, selection: Selection) -> torch.Tensor:
+        """Bring the selected rows of decode tokens into the slab: int32 `[n, topk]` physical rows, -1 for none.
+
+        Raises `InvariantError` on a follower, which has no selection of its own.
+        """
+        if not isinstance(self._runtime, LeaderRuntime):
+            raise InvariantError(f"layer {self.layer} follows layer {self._runtime.leader.layer} and cannot resolve")
+        self._context.stream.order_before_compute()
+        return self._runtime.resolve(selection)
+
+    def load_followed(self) -> None:
+        """Load this follower's bytes for the rows that its leader resolved last. Once per `resolve`; more is free.
+
+        Raises `InvariantError` on a leader, and when an earlier plan of the leader was never loaded.
+        """
+        if not isinstance(self._runtime, FollowerRuntime):
+            raise InvariantError(f"layer {self.layer} is a leader and follows nobody")
+        self._context.stream.order_before_compute()
+        self._runtime.replay()
+
+    def stage(self, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Bring one pass of a prefill into reach: int32 `[t, topk]` physical rows.
+
+        `positions`: `[t, topk]`, -1 for none; `slots`: `[t]`, -1 for padding. Resident rows are read in place; rows
+        on the host are copied, each once, to the staging blocks, where they stay until this layer's next `stage`.
+        A position that is in neither place gives -1 and is counted as unreachable. Raises `InvariantError` for a
+        pass that selects more host rows than the staging blocks hold.
+        """
+        self._context.stream.order_before_compute()
+        plan = self._context.staging.plan(positions, slots, self._runtime.context.tables)
+        if plan.num_loaded:
+            self._runtime.load(plan.host_row, plan.slab_row)
+        counters = self._context.counters
+        counters.bytes += plan.num_loaded * self._context.row.row_bytes
+        if isinstance(self._runtime, LeaderRuntime):
+            counters.add_rows(plan)
+        return plan.rows
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Copies of rows `[...]` as `[..., elems]` in the model's dtype; -1 gives zeros.
+
+        Raises `InputError` for a packed row format, which only a kernel can take apart.
+        """
+        if self._dtype is torch.uint8:
+            raise InputError(
+                f"{self._context.row.name} rows cannot be read as numbers on the CPU: use float32, bfloat16 or float16"
+            )
+        self._context.stream.order_before_compute()
+        return self._runtime.views.slab.read(rows, self._dtype)

@@ -1,0 +1,49 @@
+"""Host memory for the pool: what every backend offers, and ordinary pages of the CPU."""
+
+import mmap
+from typing import Protocol
+
+import torch
+
+from hisparse.errors import BackendError, InvariantError
+
+
+class HostMemory(Protocol):
+    """One allocation of host memory, released once, by the pool that owns it."""
+
+    @property
+    def storage(self) -> torch.Tensor:
+        """uint8 `[num_bytes]`, zero at first. Raises `InvariantError` after `release`."""
+        ...
+
+    def release(self) -> None:
+        """Give the memory back to the system. Idempotent."""
+        ...
+
+
+class AnonymousMapping:
+    """Private anonymous pages: nothing is resident before it is written."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Raises `BackendError` with the amount when the system has no room for it."""
+        try:
+            self._mapping: mmap.mmap | None = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise BackendError(
+                f"cannot map {num_bytes} bytes of host memory for the host pool ({error}): "
+                "make the host pool smaller, or free memory and raise the limit that `ulimit -v` shows"
+            ) from error
+
+    @property
+    def storage(self) -> torch.Tensor:
+        if self._mapping is None:
+            raise InvariantError("host memory was used after its release")
+        return torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+    def release(self) -> None:
+        if self._mapping is None:
+            return
+        # The pages go back to the system now. The addresses stay mapped as long as a tensor of them is left, which
+        # then reads zeros: a tensor keeps the mapping alive, but would not keep `close` from unmapping it.
+        self._mapping.madvise(mmap.MADV_DONTNEED)
+        self._mapping = None

@@ -1,0 +1,167 @@
+"""HiSparseWorker: one rank's side of the residency protocol, and owner of its memory."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+
+from hisparse.config import CachePlan
+from hisparse.errors import InvariantError, ProtocolError
+from hisparse.kernels.contract import HotState, MissPlan, ResolverCounters
+from hisparse.protocol import DeviceBlockId, SparseKVOffloadCommand, SparseKVWorkerReport
+from hisparse.worker.backend import Backend, CpuBackend
+from hisparse.worker.device import IndexerStore, Slab
+from hisparse.worker.handle import HandleContext, HiSparseCacheHandle, StagingCounters
+from hisparse.worker.host_pool import HostPool
+from hisparse.worker.runtime import CacheViews, FollowerRuntime, LeaderRuntime, ResolveContext
+from hisparse.worker.staging import StagingArea
+from hisparse.worker.tables import WorkerTables
+from hisparse.worker.transfers import TransferEngine
+
+
+class HiSparseWorker:
+    """Carries out one command a step and reports what it saw. Close it, or use it as a context manager.
+
+    A step is `start_step` → forward, through `handles` and `indexer` → `finish_step`. It never allocates or frees a
+    logical block: which block is whose comes with the commands.
+    """
+
+    def __init__(
+        self,
+        plan: CachePlan,
+        staging: Sequence[DeviceBlockId],
+        *,
+        rank: int = 0,
+        backend: Backend | None = None,
+    ) -> None:
+        """`staging`: the slab blocks that the scheduler leased for prefill staging, for the worker's whole life.
+
+        Raises `BackendError` when memory cannot be had, and gives back what it had by then; `InvariantError` for a
+        staging lease that is not the plan's.
+        """
+        if len(staging) != plan.staging_blocks or max(staging, default=0) >= plan.num_device_blocks:
+            raise InvariantError(
+                f"staging blocks {tuple(staging)} are not a lease of {plan.staging_blocks} slab blocks"
+            )
+        backend = backend if backend is not None else CpuBackend()
+        self.plan = plan
+        self.rank = rank
+        self._stream = backend.make_stream()
+        self._step: int | None = None
+        self._in_step = False
+        self._closed = False
+        with ExitStack() as undo:
+            self.host_pool = HostPool(plan.host, plan.num_host_blocks, backend.allocate_host)
+            undo.callback(self.host_pool.close)
+            self.slab = Slab(plan, backend.allocate_device)
+            self.indexer = IndexerStore(plan, backend.allocate_device)
+            self.tables = WorkerTables(plan, backend.device)
+            self._resolve_counters = ResolverCounters.allocate(backend.device)
+            self._staging_counters = StagingCounters()
+            resolve_context = ResolveContext(
+                backend.make_resolver(), self.tables.block_tables(), self._resolve_counters
+            )
+            area = StagingArea(staging, plan.config.block_size, backend.device)
+            self._runtimes = self._make_runtimes(resolve_context, backend.device)
+            handle_context = HandleContext(plan.model.row, self._stream, area, self._staging_counters)
+            self.handles = tuple(HiSparseCacheHandle(runtime, handle_context) for runtime in self._runtimes)
+            self.transfers = TransferEngine(self._stream, self.slab.pages(), self.host_pool.pages(), plan.device)
+            undo.pop_all()
+
+    def start_step(self, command: SparseKVOffloadCommand) -> None:
+        """Put the command's transfers in the stream, then apply its resets and updates to the tables.
+
+        Raises `ProtocolError` for a step that is not after the last one, one that starts before the last finished,
+        and whatever `TransferEngine.enqueue` and `WorkerTables.apply` find wrong.
+        """
+        self._check_open()
+        if self._in_step:
+            raise ProtocolError(f"step {command.step} started before step {self._step} finished")
+        if self._step is not None and command.step <= self._step:
+            raise ProtocolError(f"step {command.step} came after step {self._step}")
+        self._step = command.step
+        self._in_step = True
+        if command.is_empty:
+            return
+        self.transfers.enqueue(command.transfers)
+        forgotten = self.tables.apply(command.resets, command.updates)
+        if forgotten:
+            slots = torch.tensor(forgotten, dtype=torch.int64, device=self.tables.device)
+            for runtime in self._runtimes:
+                if isinstance(runtime, LeaderRuntime):
+                    runtime.forget(slots)
+
+    def finish_step(self) -> SparseKVWorkerReport:
+        """What was enqueued and what was seen to complete since the last report.
+
+        Raises `ProtocolError` when no step was started.
+        """
+        self._check_open()
+        if not self._in_step:
+            raise ProtocolError(f"no step to finish: the last one started was {self._step}")
+        self._in_step = False
+        return SparseKVWorkerReport(self.rank, self.transfers.take_enqueued(), self.transfers.poll())
+
+    def wait_host_writes(self) -> None:
+        """Block until every page that was enqueued for the host so far has landed there."""
+        self._check_open()
+        self.transfers.wait_host_writes()
+
+    def counters(self) -> dict[str, int]:
+        """Totals since the start, resolved and staged rows together. Waits for the device.
+
+        `resident`, `hot`, `miss`, `unreachable` as resolvers count them; `bytes` loaded from the host row by row;
+        `host_to_device_bytes` are those and the pages restored, `device_to_host_bytes` the pages spilled. `status`
+        is the resolver's sticky word. All bytes are payload.
+        """
+        totals = self._resolve_counters.read()
+        for name in totals:
+            totals[name] += getattr(self._staging_counters, name)
+        totals["host_to_device_bytes"] = totals["bytes"] + self.transfers.host_to_device_bytes
+        totals["device_to_host_bytes"] = self.transfers.device_to_host_bytes
+        totals["status"] = int(self._resolve_counters.status)
+        return totals
+
+    def close(self) -> None:
+        """Wait for copies in flight, then give all memory back. Handles raise from here on. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._stream.synchronize()
+        finally:
+            self.host_pool.close()
+            self.slab.close()
+            self.indexer.close()
+
+    def __enter__(self) -> "HiSparseWorker":
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make_runtimes(
+        self, context: ResolveContext, device: torch.device
+    ) -> tuple[LeaderRuntime | FollowerRuntime, ...]:
+        """One runtime a layer, in order. A leader stands before its followers."""
+        config = self.plan.config
+        leaders: dict[int, LeaderRuntime] = {}
+        runtimes: list[LeaderRuntime | FollowerRuntime] = []
+        for layer, leader in enumerate(self.plan.model.leader_of):
+            views = CacheViews(self.host_pool.layer(layer), self.slab.layer(layer))
+            if leader == layer:
+                state = HotState.allocate(config.max_running, config.hot_rows, config.max_tokens, device)
+                plan = MissPlan.allocate(config.max_running * config.hot_rows, device)
+                leaders[layer] = LeaderRuntime(layer, views, context, state, plan)
+                runtimes.append(leaders[layer])
+            else:
+                runtimes.append(FollowerRuntime(layer, views, context, leaders[leader]))
+        return tuple(runtimes)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvariantError(f"worker {self.rank} was closed")
