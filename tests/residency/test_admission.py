@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from world import World
+from tests.residency.world import World
 
 from hisparse.cache import Verdict
 from hisparse.residency import Demand, Supply, can_ever_run, may_start

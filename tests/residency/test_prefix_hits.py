@@ -1,7 +1,7 @@
 """Which pages a new request need not compute."""
 
 import pytest
-from world import BLOCK_SIZE, World
+from tests.residency.world import BLOCK_SIZE, World
 
 from hisparse.residency import PageState
 

@@ -1,7 +1,7 @@
 """The spill transaction, one acknowledgement at a time."""
 
 import pytest
-from world import HOT_BLOCKS, World
+from tests.residency.world import HOT_BLOCKS, World
 
 from hisparse.config import WriteBack
 from hisparse.errors import InvariantError, ProtocolError

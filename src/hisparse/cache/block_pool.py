@@ -60,6 +60,10 @@ class BlockPool(Generic[BlockT]):
         """
         if count > self.num_free:
             raise InvariantError(f"pool {self.name}: {count} blocks asked for, {self.num_free} free")
+        if count == 1 and self._blank:
+            block = self._blank.pop()
+            self._leases[block] = 1
+            return cast(list[BlockT], [block])
         blocks: list[int] = self._take_blank(count)
         if len(blocks) < count:
             blocks += self._take_fresh(count - len(blocks))

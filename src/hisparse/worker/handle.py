@@ -94,12 +94,13 @@ class HiSparseCacheHandle:
         self._runtime.replay()
 
     def stage(self, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Bring one pass of a prefill into reach: int32 `[t, topk]` physical rows.
+        """Bring the next pass of a prefill into reach: int32 `[n, topk]` physical rows of the first n rows, 1 <= n <= t.
 
-        `positions`: `[t, topk]`, -1 for none; `slots`: `[t]`, -1 for padding. Resident rows are read in place; rows
+        `positions`: `[t, topk]`, -1 for none; `slots`: `[t]`, -1 for padding. n is as many rows as find their host
+        rows in the staging blocks together; the caller stages the others next. Resident rows are read in place; rows
         on the host are copied, each once, to the staging blocks, where they stay until this layer's next `stage`.
         A position that is in neither place gives -1 and is counted as unreachable. Raises `InvariantError` for a
-        pass that selects more host rows than the staging blocks hold.
+        row that selects more host rows than the staging blocks hold.
         """
         self._context.stream.order_before_compute()
         plan = self._context.staging.plan(positions, slots, self._runtime.context.tables)
