@@ -1,0 +1,22 @@
+"""The embedded engine: continuous batching over a stock transformers model whose KV is HiSparse's."""
+
+from hisparse.engine.config import EngineConfig
+from hisparse.engine.engine import Engine, RequestResult
+from hisparse.engine.models import LoadedModel, load_model
+from hisparse.engine.output import StepOutput, TokenOutput
+from hisparse.engine.request import FinishReason
+from hisparse.engine.sampler import SamplingParams
+from hisparse.engine.stats import EngineStats
+
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "FinishReason",
+    "LoadedModel",
+    "RequestResult",
+    "SamplingParams",
+    "StepOutput",
+    "TokenOutput",
+    "load_model",
+]

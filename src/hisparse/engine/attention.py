@@ -1,0 +1,152 @@
+"""Absorbed MLA over the rows that the indexer selected, wherever they lie.
+
+Queries are taken into latent space once, so that attention reads latent rows as they are stored and K and V are
+never expanded. Inside, everything is float32: a row's result does not depend on how many rows share a pass, nor on
+where its KV came from, bit for bit. (Batched matrix products treat each row of a pass as a matrix of its own.)
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hisparse.engine.batch import StepBatch
+
+PASS_BYTES = 32 << 20
+"""Bound on the gathered rows of one pass, in float32 bytes."""
+
+
+class LayerCache(Protocol):
+    """What attention needs of a layer's cache. `worker.handle.HiSparseCacheHandle` is the implementation."""
+
+    def write(self, rows: torch.Tensor, values: torch.Tensor) -> None: ...
+
+    def load_followed(self) -> None: ...
+
+    def stage(self, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor: ...
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MlaWeights:
+    """The up-projection of one layer, split by what it makes.
+
+    `w_uk`: `[heads, nope, lora]`, `w_uv`: `[heads, v, lora]`; `scaling` multiplies the attention scores.
+    """
+
+    w_uk: torch.Tensor
+    w_uv: torch.Tensor
+    scaling: float
+
+    @property
+    def lora(self) -> int:
+        return int(self.w_uk.shape[2])
+
+    @property
+    def nope(self) -> int:
+        return int(self.w_uk.shape[1])
+
+
+def split_weights(module: Any) -> MlaWeights:
+    """Split `kv_b_proj` of a stock attention module. A sharded weight gives this rank's heads."""
+    weight = module.kv_b_proj.weight.detach()
+    if hasattr(weight, "to_local"):
+        weight = weight.to_local()
+    by_head = weight.unflatten(0, (-1, module.qk_nope_head_dim + module.v_head_dim))
+    return MlaWeights(
+        w_uk=by_head[:, : module.qk_nope_head_dim],
+        w_uv=by_head[:, module.qk_nope_head_dim :],
+        scaling=float(module.scaling),
+    )
+
+
+def absorb_query(q_nope: torch.Tensor, q_rope: torch.Tensor, weights: MlaWeights) -> torch.Tensor:
+    """Queries `[T, H, nope]` and `[T, H, rope]` in the space of stored rows: float32 `[T, H, lora + rope]`."""
+    latent = torch.bmm(q_nope.float().transpose(0, 1), weights.w_uk.float()).transpose(0, 1)
+    return torch.cat([latent, q_rope.float()], dim=-1)
+
+
+def attend(query: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor, weights: MlaWeights) -> torch.Tensor:
+    """Softmax attention of each query over its own rows.
+
+    `query`: float32 `[t, H, R]`; `rows`: `[t, K, R]`; `valid`: bool `[t, K]`. Returns the weighted latents, float32
+    `[t, H, lora]`; zeros for a query without a valid row.
+    """
+    rows = rows.float()
+    scores = torch.bmm(query, rows.transpose(1, 2)).mul_(weights.scaling)
+    masked = ~valid.unsqueeze(1)
+    probabilities = scores.masked_fill_(masked, -torch.inf).softmax(dim=-1).masked_fill_(masked, 0.0)
+    return torch.bmm(probabilities, rows[..., : weights.lora])
+
+
+def expand_values(latents: torch.Tensor, weights: MlaWeights) -> torch.Tensor:
+    """Weighted latents `[T, H, lora]` as attention outputs, float32 `[T, H, v]`."""
+    return torch.bmm(latents.transpose(0, 1), weights.w_uv.float().transpose(1, 2)).transpose(0, 1)
+
+
+def absorbed_mla(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor, weights: MlaWeights
+) -> torch.Tensor:
+    """Attention of T queries over rows that were gathered already, float32 `[T, H, v]`.
+
+    `q_nope` `[T, H, nope]`, `q_rope` `[T, H, rope]`, `rows` `[T, K, lora + rope]`, `valid` bool `[T, K]`.
+    """
+    return expand_values(attend(absorb_query(q_nope, q_rope, weights), rows, valid, weights), weights)
+
+
+class LayerAttention:
+    """Attention of one layer: gathers what decode rows resolved, stages what prefill rows selected."""
+
+    def __init__(self, cache: LayerCache, weights: MlaWeights, *, follows: bool) -> None:
+        """`follows`: the layer reuses an earlier layer's selection."""
+        self._cache = cache
+        self._weights = weights
+        self._follows = follows
+
+    def __call__(self, query: torch.Tensor, indices: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        """One step's attention.
+
+        `query`: `[1, H, T, nope + rope]`, rotated. `indices`: int32 `[1, T, topk]`, physical rows for the first
+        `num_decode` rows, logical positions for the others, -1 for none. Returns `[1, T, H, v]` in the query's dtype.
+        """
+        if self._follows and batch.num_decode:
+            self._cache.load_followed()
+        by_row, selected = query[0].transpose(0, 1), indices[0]
+        absorbed = absorb_query(by_row[..., : self._weights.nope], by_row[..., self._weights.nope :], self._weights)
+        decode = batch.num_decode
+        latents = torch.cat(
+            [
+                self._attend_decode(absorbed[:decode], selected[:decode]),
+                self._attend_prefill(absorbed[decode:], selected[decode:], batch.slots[decode:]),
+            ]
+        )
+        return expand_values(latents, self._weights).to(query.dtype).unsqueeze(0)
+
+    def _attend_decode(self, query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        size = self._pass_size(query, rows)
+        passes = zip(query.split(size), rows.split(size), strict=True)
+        return torch.cat([self._attend_rows(q, r) for q, r in passes])
+
+    def _attend_prefill(self, query: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Pass by pass: each takes as many rows as the staging blocks serve together."""
+        size = self._pass_size(query, positions)
+        parts = [self._nothing(query)]
+        start = 0
+        while start < query.shape[0]:
+            window = slice(start, start + size)
+            rows = self._cache.stage(positions[window], slots[window])
+            parts.append(self._attend_rows(query[start : start + rows.shape[0]], rows))
+            start += rows.shape[0]
+        return torch.cat(parts)
+
+    def _attend_rows(self, query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return attend(query, self._cache.gather(rows), rows >= 0, self._weights)
+
+    @staticmethod
+    def _pass_size(query: torch.Tensor, selected: torch.Tensor) -> int:
+        """Query rows whose gathered KV is about `PASS_BYTES`."""
+        return int(max(1, PASS_BYTES // (4 * selected.shape[1] * query.shape[2])))
+
+    def _nothing(self, query: torch.Tensor) -> torch.Tensor:
+        return query.new_empty((0, query.shape[1], self._weights.lora))

@@ -1,0 +1,71 @@
+"""One request and what the scheduler knows of it."""
+
+import time
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from hisparse.engine.sampler import SamplingParams
+from hisparse.residency import RequestPages
+
+
+class RequestStatus(Enum):
+    """WAITING has no slot and no blocks; RUNNING has both; FINISHED has neither any more."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    """A stop string or token, or the end of text."""
+    LENGTH = "length"
+    """`max_tokens` tokens were generated."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """`tokens`: prompt and output, only ever appended to. `num_computed`: tokens whose KV is in the cache.
+
+    The scheduler changes `status`, `slot`, `num_computed`, `capacity` (tokens that the leased pages cover),
+    `free_until` (while fewer tokens are computed, a decode holds all that it needs now and in the next step),
+    `next_seal` (the token count at which the next page is full), `footprint` (device blocks it is promised) and
+    `prefix_keys` (of `tokens` as they stand while WAITING); `pages` are its records at the coordinator while
+    RUNNING. The engine changes `tokens`, the times (seconds, monotonic) and `finish_reason`.
+    """
+
+    request_id: str
+    params: SamplingParams
+    tokens: "array[int]"
+    num_prompt: int
+    status: RequestStatus = RequestStatus.WAITING
+    slot: int = -1
+    num_computed: int = 0
+    capacity: int = 0
+    free_until: int = 0
+    next_seal: int = 0
+    holds_hot: bool = False
+    footprint: int = 0
+    prefix_keys: list[bytes] | None = None
+    pages: RequestPages | None = None
+    finish_reason: FinishReason | None = None
+    logits: list[torch.Tensor] = field(default_factory=list)
+    arrival: float = field(default_factory=time.monotonic)
+    first_token: float | None = None
+    last_token: float | None = None
+
+    @property
+    def max_length(self) -> int:
+        """Tokens whose KV the request can come to need. The last token generated is never computed."""
+        return self.num_prompt + self.params.max_tokens - 1
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :].tolist()

@@ -1,0 +1,103 @@
+"""From logits to tokens: greedy, or sampled with temperature, top-k and top-p.
+
+A sampled token depends on the request's seed, the number of tokens it has generated, and its logits: never on the
+other requests of the batch, on the device, or on a random state that a preemption would lose. So the same request
+gives the same text in any company, and a recomputed one continues as if nothing had happened.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hisparse.errors import InputError
+
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request chooses its tokens and when it stops.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 do not filter. `stop`: strings that end the text, and are not
+    part of it. `stop_token_ids`: tokens that end it, beside the model's own, which `ignore_eos` turns off. At most
+    `max_tokens` tokens are generated. Raises `InputError` when out of range.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise InputError(f"max tokens {self.max_tokens} must be at least 1")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InputError(f"temperature {self.temperature} must be 0 (greedy) or above")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top-p {self.top_p} must be above 0 and at most 1")
+        if self.top_k < 0:
+            raise InputError(f"top-k {self.top_k} must be 0 (no limit) or above")
+        if any(not text for text in self.stop):
+            raise InputError("a stop string is empty: it would stop before the first token")
+        if any(token < 0 for token in self.stop_token_ids):
+            raise InputError(f"stop tokens {self.stop_token_ids} must not be negative")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def sample(logits: torch.Tensor, params: Sequence[SamplingParams], steps: Sequence[int]) -> list[int]:
+    """Choose one token for each row.
+
+    `logits`: float `[n, vocab]`; `params[i]` and `steps[i]` (tokens that the request has generated before this one)
+    belong to row i. Ties go to the lowest token.
+    """
+    if logits.shape[0] != len(params) or len(params) != len(steps):
+        raise InputError(f"{logits.shape[0]} rows of logits for {len(params)} requests at {len(steps)} steps")
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    for row, (param, step) in enumerate(zip(params, steps, strict=True)):
+        if not param.is_greedy:
+            tokens[row] = _draw(logits[row], param, step)
+    return tokens
+
+
+def _draw(logits: torch.Tensor, params: SamplingParams, step: int) -> int:
+    """Invert the cumulative distribution, in token order, at the request's own uniform number.
+
+    Token order and not order of probability: two tokens of nearly equal probability would otherwise change places,
+    and with them the outcome, when the last bit of a logit changes.
+    """
+    probabilities = _filtered(logits.double() / params.temperature, params).softmax(dim=-1)
+    cumulative = probabilities.cumsum(dim=-1)
+    threshold = uniform(params.seed, step) * cumulative[-1]
+    return int(torch.searchsorted(cumulative, threshold, right=True).item())
+
+
+def _filtered(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """`scores` with -inf for what top-k, and then top-p among the rest, exclude. The best token always stays."""
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    keep = order[: params.top_k] if params.top_k else order
+    if params.top_p < 1:
+        ranked = scores[keep].softmax(dim=-1)
+        before = ranked.cumsum(dim=-1) - ranked
+        keep = keep[before < params.top_p]
+    return torch.full_like(scores, -torch.inf).index_copy(0, keep, scores[keep])
+
+
+def uniform(seed: int, step: int) -> float:
+    """A number in [0, 1) that depends on both arguments only: SplitMix64 (Steele, Lea, Flood 2014), 53 bits of it."""
+    return (_splitmix64(_splitmix64(seed & _MASK64) ^ (step & _MASK64)) >> 11) / (1 << 53)
+
+
+def _splitmix64(state: int) -> int:
+    z = (state + 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)

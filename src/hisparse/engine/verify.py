@@ -1,0 +1,155 @@
+"""Is what HiSparse generated what it should be? Compared with two other runs of the same prompts.
+
+- *stock*: transformers `generate`, none of our KV code, one request at a time;
+- *resident*: this engine with a slab that holds everything, so that nothing is spilled, resolved or staged.
+
+In float32 the tokens of all three must be equal. In 16-bit dtypes absorbed and expanded attention round
+differently, so there the tokens must equal the resident run's. In all of them the logits stay within `LOGIT_BOUNDS`
+of stock's, for as long as both have chosen the same tokens.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import transformers
+
+from hisparse.engine.config import EngineConfig
+from hisparse.engine.engine import Engine, RequestResult
+from hisparse.engine.models import LoadedModel
+from hisparse.engine.sampler import SamplingParams
+from hisparse.engine.stock import StockRun, stock_generate, stock_model
+from hisparse.errors import InvariantError
+
+LOGIT_BOUNDS = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
+"""How far logits may be from stock's: root mean square of the difference over that of stock's logits, for the median
+token. The median, because in 16 bits one rounded index or router score now and then exchanges a selected row or an
+expert, and that token's logits with it; unrelated logits would differ by a factor of about 1.4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Where a request first differs from a reference: `position` counts output tokens from 0."""
+
+    request_id: str
+    reference: str
+    position: int
+    expected: int | None
+    found: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """`identical`: every token is what it should be and every logit within its bound.
+
+    `max_logit_diff`: the largest difference of a logit from stock's over the tokens on which both agree.
+    `relative_logit_diff`: the difference that `LOGIT_BOUNDS` bounds. `resident_logit_diff`: the largest difference
+    from the resident run.
+    """
+
+    reference: str
+    identical: bool
+    max_logit_diff: float
+    relative_logit_diff: float
+    resident_logit_diff: float
+    mismatches: tuple[Mismatch, ...]
+
+
+def verify(
+    loaded: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    config: EngineConfig,
+    results: Sequence[RequestResult],
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> VerifyResult:
+    """Compare `results` (from an engine with `keep_logits`) with both references.
+
+    `progress(what, done, total)` is told of every finished request. The model must carry no hooks.
+    """
+    for result in results:
+        if len(result.logits) != len(result.output_ids):
+            raise InvariantError(f"{result.request_id} kept {len(result.logits)} logits: run with keep_logits")
+    resident = _resident_runs(loaded, prompts, params, config, progress)
+    exact = loaded.dtype is torch.float32
+    model = stock_model(loaded)
+    mismatches: list[Mismatch] = []
+    stock_diff = resident_diff = 0.0
+    relative: list[float] = []
+    for index, result in enumerate(results):
+        twin = resident[index]
+        mismatches += _compare(result, twin.output_ids[: len(result.output_ids)], "resident")
+        resident_diff = max(resident_diff, _logit_diff(result, twin.output_ids, twin.logits)[0])
+        if result.output_ids:
+            stock = _stock_run(model, prompts[index], params[index], len(result.output_ids))
+            if exact:
+                mismatches += _compare(result, stock.tokens, "stock")
+            largest, by_token = _logit_diff(result, stock.tokens, tuple(stock.logits))
+            stock_diff = max(stock_diff, largest)
+            relative += by_token
+        progress("stock", index + 1, len(results))
+    relative_diff = statistics.median(relative) if relative else 0.0
+    return VerifyResult(
+        reference=f"transformers {transformers.__version__} generate, and this engine with everything resident",
+        identical=not mismatches and relative_diff <= LOGIT_BOUNDS[loaded.dtype],
+        max_logit_diff=stock_diff,
+        relative_logit_diff=relative_diff,
+        resident_logit_diff=resident_diff,
+        mismatches=tuple(mismatches),
+    )
+
+
+def _resident_runs(
+    loaded: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    config: EngineConfig,
+    progress: Callable[[str, int, int], None],
+) -> list[RequestResult]:
+    everything = replace(config, slab_bytes=None, keep_logits=True, copy_delay=0)
+    with Engine(loaded, everything) as engine:
+        for prompt, param in zip(prompts, params, strict=True):
+            engine.add_request(prompt, param)
+        done = 0
+        for output in engine.run():
+            done += sum(token.finish_reason is not None for token in output.tokens)
+            progress("resident", done, len(prompts))
+        if engine.stats().spills:
+            raise InvariantError(f"the resident run spilled {engine.stats().spills} pages")
+        return engine.results()
+
+
+def _stock_run(model: object, prompt: Sequence[int], params: SamplingParams, num_tokens: int) -> StockRun:
+    """As many tokens as the engine generated; where it stopped is the engine's rule, not the reference's."""
+    return stock_generate(model, prompt, params, num_tokens)
+
+
+def _compare(result: RequestResult, expected: Sequence[int], reference: str) -> list[Mismatch]:
+    found = result.output_ids
+    for position in range(max(len(expected), len(found))):
+        want = expected[position] if position < len(expected) else None
+        got = found[position] if position < len(found) else None
+        if want != got:
+            return [Mismatch(result.request_id, reference, position, want, got)]
+    return []
+
+
+def _logit_diff(
+    result: RequestResult, tokens: Sequence[int], logits: Sequence[torch.Tensor]
+) -> tuple[float, list[float]]:
+    """The largest difference, and the relative one of every token, up to and including the first that differs.
+
+    Until then both saw the same input.
+    """
+    count = 0
+    for ours, theirs in zip(result.output_ids, tokens, strict=False):
+        count += 1
+        if ours != theirs:
+            break
+    if not count:
+        return 0.0, []
+    expected = torch.stack(list(logits[:count])).float()
+    difference = torch.stack(list(result.logits[:count])).to(expected.device) - expected
+    relative = difference.square().mean(1).sqrt() / expected.square().mean(1).sqrt()
+    return float(difference.abs().max()), relative.tolist()
