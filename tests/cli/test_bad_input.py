@@ -1,0 +1,80 @@
+"""Each mistake that the command line can see gives one clear line and exit code 2, before any model is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hisparse.cli.main import main
+from hisparse.errors import InputError
+
+MODEL = "builtin:tiny-v32"
+
+MISTAKES = {
+    "no prompt": ([], "there is no prompt"),
+    "empty prompt": (["--prompt", ""], "prompt 1 is empty"),
+    "missing prompt file": (["--prompt-file", "nowhere.txt"], "nowhere.txt: No such file"),
+    "directory as prompt file": (["--prompt-file", "."], "Is a directory"),
+    "prompt ids that are none": (["--prompt-ids", "1,x"], "not integers"),
+    "empty prompt ids": (["--prompt-ids", " "], "is empty"),
+    "device budget": (["--prompt", "x", "--device-kv", "lots"], "device KV budget 'lots' is not a size"),
+    "device share": (["--prompt", "x", "--device-kv", "120%"], "at most 100%"),
+    "no device share": (["--prompt", "x", "--device-kv", "0%"], "above 0%"),
+    "host pool": (["--prompt", "x", "--host-pool", "1XiB"], "host pool '1XiB' is not a size"),
+    "empty host pool": (["--prompt", "x", "--host-pool", "0"], "at least one byte"),
+    "block size": (["--prompt", "x", "--block-size", "0"], "block size 0 must be a power of two"),
+    "device": (["--prompt", "x", "--device", "tpu"], "'tpu' is not one of 'cpu', 'cuda'"),
+    "max tokens": (["--prompt", "x", "--max-tokens", "0"], "--max-tokens"),
+    "seed": (["--prompt", "x", "--seed", "red"], "--seed"),
+    "unknown option": (["--prompt", "x", "--fast"], "--fast"),
+    "stream and json": (["--prompt", "x", "--stream", "--json"], "--stream and --json"),
+    "stream of two": (["--prompt", "x", "--prompt", "y", "--stream"], "there are 2"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_gives_one_line_and_exit_code_2(
+    arguments: list[str], said: str, backend: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", MODEL, *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("hisparse: ")
+    assert shown.err.count("\n") == 1
+    assert said in shown.err
+    assert backend.loaded == []
+
+
+def test_a_prompt_that_is_not_text_is_named(backend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "image.png"
+    file.write_bytes(b"ok\xff")
+    assert main(["generate", MODEL, "--prompt-file", str(file)]) == 2
+    assert capsys.readouterr().err == f"hisparse: prompt file {file} is not UTF-8 text (byte 2)\n"
+
+
+def test_a_command_that_does_not_exist_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generte"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_missing_model_argument_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate"]) == 2
+    assert capsys.readouterr().err == "hisparse: Missing argument 'MODEL'.\n"
+
+
+def test_a_fault_of_the_library_keeps_its_traceback(backend: Any) -> None:
+    def fault(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    backend.load_model = fault
+    with pytest.raises(RuntimeError, match="broken"):
+        main(["generate", MODEL, "--prompt", "x"])
+
+
+def test_a_message_of_several_lines_is_put_on_one(backend: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(*_: object) -> None:
+        raise InputError("first\n  second")
+
+    backend.load_model = refuse
+    assert main(["generate", MODEL, "--prompt", "x"]) == 2
+    assert capsys.readouterr().err == "hisparse: first second\n"

@@ -1,0 +1,68 @@
+"""The command as a process: help, version, and what happens when its output has nowhere to go."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from hisparse.cli.main import main
+
+OPTIONS = (
+    *("--prompt", "--prompt-file", "--max-tokens", "--device", "--device-kv", "--host-pool", "--hot-rows"),
+    *("--block-size", "--dtype", "--seed", "--verify", "--json"),
+    *("--temperature", "--top-p", "--top-k", "--stop", "--write-back"),
+)
+
+HISPARSE = [sys.executable, "-m", "hisparse"]
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hisparse {version('hisparse')}\n"
+
+
+def test_without_arguments_it_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "generate" in capsys.readouterr().out
+
+
+def test_generate_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for option in OPTIONS:
+        assert option in shown
+
+
+def test_help_and_mistakes_do_not_wait_for_torch() -> None:
+    program = (
+        "import sys\n"
+        "from hisparse.cli.main import main\n"
+        "assert main(['generate', '--help']) == 0\n"
+        "assert main(['generate', 'm', '--prompt', '']) == 2\n"
+        "print('torch' in sys.modules, 'transformers' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False False"
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([*HISPARSE, "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"hisparse {version('hisparse')}\n", "")
+
+
+def test_a_full_disk_is_one_line_and_a_failure() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*HISPARSE, "--version"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "hisparse: the output could not be written: No space left on device\n"
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([*HISPARSE, "--version"], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode == 1
