@@ -1,4 +1,4 @@
-"""The messages that cross the line between scheduler and worker. No behaviour.
+"""The messages that cross the line between scheduler and worker. No behaviour; the two made by the million are tuples.
 
 One step: the scheduler builds a `SparseKVOffloadCommand`; every worker first puts the command's transfers in its
 stream, then applies `resets` and `updates` to its tables, runs the forward pass, and answers with a
@@ -8,7 +8,7 @@ stream, then applies `resets` and `updates` to its tables, runs the forward pass
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 DeviceBlockId = NewType("DeviceBlockId", int)
 """A block of a device pool: the slab, or the indexer's pool."""
@@ -36,8 +36,7 @@ class Table(Enum):
     INDEXER = "indexer"
 
 
-@dataclass(frozen=True, slots=True)
-class PageCopy:
+class PageCopy(NamedTuple):
     """One page of all layers of the slab's group. Which end is the source is the transfer's direction."""
 
     device_block: DeviceBlockId
@@ -53,8 +52,7 @@ class SparseKVPageTransfer:
     copies: tuple[PageCopy, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TableUpdate:
+class TableUpdate(NamedTuple):
     """Overwrite `table[slot, first_page : first_page + len(blocks)]` with block ids of that table's pool."""
 
     table: Table

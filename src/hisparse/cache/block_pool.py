@@ -29,17 +29,14 @@ class BlockPool(Generic[BlockT]):
             raise InvariantError(f"pool {name} of {num_blocks} blocks has nothing to lease beside its null block")
         self.name = name
         self.num_blocks = num_blocks
+        self.num_free = num_blocks - 1
+        """Blocks that `allocate` can give, those with cached content included. Only this class changes it."""
         self._leases = array("i", bytes(4 * num_blocks))
         self._next_fresh = NULL_BLOCK + 1
         self._blank = array("i")
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._key_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that `allocate` can give, those with cached content included."""
-        return (self.num_blocks - self._next_fresh) + len(self._blank) + len(self._cached)
 
     @property
     def num_leased(self) -> int:
@@ -60,22 +57,21 @@ class BlockPool(Generic[BlockT]):
         """
         if count > self.num_free:
             raise InvariantError(f"pool {self.name}: {count} blocks asked for, {self.num_free} free")
-        if count == 1 and self._blank:
-            block = self._blank.pop()
-            self._leases[block] = 1
-            return cast(list[BlockT], [block])
-        blocks: list[int] = self._take_blank(count)
-        if len(blocks) < count:
+        blocks: list[int] = self._take_blank(count) if self._blank else []
+        if len(blocks) < count and self._next_fresh < self.num_blocks:
             blocks += self._take_fresh(count - len(blocks))
         while len(blocks) < count:
             blocks.append(self._evict())
+        self.num_free -= count
         leases = self._leases
         for block in blocks:
             leases[block] = 1
         return cast(list[BlockT], blocks)
 
     def _take_blank(self, count: int) -> list[int]:
-        if not count or not self._blank:
+        if count == 1:
+            return [self._blank.pop()]
+        if count == 0:
             return []
         taken = self._blank[-count:].tolist()
         del self._blank[-count:]
@@ -97,6 +93,7 @@ class BlockPool(Generic[BlockT]):
             if block not in self._cached:
                 raise InvariantError(f"pool {self.name}: block {block} is free and holds nothing; it cannot be claimed")
             del self._cached[block]
+            self.num_free -= 1
         self._leases[block] += 1
 
     def release(self, blocks: Iterable[BlockT]) -> None:
@@ -113,6 +110,7 @@ class BlockPool(Generic[BlockT]):
             leases[block] = left
             if left == 0:
                 freed.append(block)
+        self.num_free += len(freed)
         key_of, cached, blank = self._key_of, self._cached, self._blank
         for free in reversed(freed):
             if key_of[free] is not None:
@@ -166,6 +164,9 @@ class BlockPool(Generic[BlockT]):
     def assert_invariants(self) -> None:
         """Every block is in one place, every key names a block that names it back. O(num_blocks)."""
         blank, cached = set(self._blank), set(self._cached)
+        counted = (self.num_blocks - self._next_fresh) + len(blank) + len(cached)
+        if counted != self.num_free:
+            raise InvariantError(f"pool {self.name}: {self.num_free} blocks said to be free, {counted} are")
         if len(blank) != len(self._blank) or blank & cached:
             raise InvariantError(f"pool {self.name}: a block is free twice: {sorted(blank & cached)[:8]}")
         if self._leases[NULL_BLOCK] or NULL_BLOCK in blank or NULL_BLOCK in cached or self._key_of[NULL_BLOCK]:

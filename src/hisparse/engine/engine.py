@@ -156,7 +156,7 @@ class Engine:
 
     def _see_pages(self) -> None:
         kv, coordinator = self.scheduler.kv, self.scheduler.coordinator
-        hot = sum(request.holds_hot for request in self.scheduler.running) * self.plan.hot_blocks
+        hot = sum(request.holds_hot for request in self.scheduler.running.values()) * self.plan.hot_blocks
         self._watch.see(kv.slab.num_leased - hot - len(kv.staging), coordinator.host_pool.num_leased)
 
     # Results.

@@ -1,7 +1,7 @@
 """Which requests compute how many tokens in a step, and the blocks they do it in.
 
-Order is age: the request admitted first is served first and preempted last. A decode that holds its hot lease and
-crosses no page boundary costs one comparison. Spills for the next step are begun in this one, so that their copies run beside its forward.
+Order is age: the request admitted first is served first and preempted last. A decode that crosses no page boundary and
+changes no state costs one comparison. Spills for the next step are begun in this one, so that their copies run beside its forward.
 """
 
 import heapq
@@ -46,7 +46,7 @@ class Scheduler:
         self.coordinator = HiSparseCoordinator(self.kv, log, root, num_workers)
         self.connector = HiSparseConnector.for_scheduler(self.coordinator, log)
         self.waiting: deque[Request] = deque()
-        self.running: dict[Request, None] = {}
+        self.running: dict[str, Request] = {}
         self.num_preemptions = 0
         self._free_slots = list(range(plan.config.max_running))
         self._promised = 0
@@ -87,8 +87,11 @@ class Scheduler:
         budget, coming = self.chunk_tokens, 0
         preemptions = self.num_preemptions
         block_size = self.block_size
+        for request_id in self.coordinator.take_newly_backed():
+            if request_id in self.running:
+                self.running[request_id].free_until = 0
         decode = step.decodes.append
-        for request in list(self.running):
+        for request in list(self.running.values()):
             computed = request.num_computed
             if computed < request.free_until:
                 decode(request)
@@ -133,9 +136,10 @@ class Scheduler:
         if self.waiting or not self.coordinator.totals.spills:
             return
         pages_of = self.plan.device.pages
-        growth = sum(pages_of(request.max_length) - request.capacity // self.block_size for request in self.running)
+        running = self.running.values()
+        growth = sum(pages_of(request.max_length) - request.capacity // self.block_size for request in running)
         spare = self.kv.slab.num_free - growth
-        for request in self.running:
+        for request in running:
             if spare <= 0:
                 break
             spare -= self.coordinator.restore(request.request_id, spare)
@@ -153,10 +157,9 @@ class Scheduler:
             if answer.granted:
                 answer = self._grow(request, request.num_computed + 1)
             if answer.granted:
-                if request.holds_hot:
-                    request.free_until = request.capacity - 1
+                request.free_until = request.capacity - 1
                 return True
-            if not answer.indexer_short and (self.coordinator.reclaim(answer.slab_short) or self._copies_in_flight):
+            if not answer.indexer_short and (self.coordinator.reclaim(answer.slab_short) or self._helps_to_wait(step)):
                 return False
             self._preempt_youngest(step)
         return False
@@ -173,7 +176,7 @@ class Scheduler:
                 count = self._fitting(request, count)
                 if count:
                     answer = self._grow(request, request.num_computed + count)
-                elif given or self._copies_in_flight:
+                elif given or self._helps_to_wait(step):
                     return 0
             if answer.granted:
                 step.prefills.append((request, count))
@@ -181,10 +184,9 @@ class Scheduler:
             self._preempt_youngest(step)
         return 0
 
-    @property
-    def _copies_in_flight(self) -> bool:
-        """Whether waiting will free something, on either side."""
-        return self.coordinator.num_in_flight > 0
+    def _helps_to_wait(self, step: ScheduledStep) -> bool:
+        """Whether the next step has more to give: copies end, on either side, or pages fill up and may leave."""
+        return self.coordinator.num_in_flight > 0 or bool(step.prefills)
 
     def _fitting(self, request: Request, count: int) -> int:
         """The part of a chunk that free blocks hold now."""
@@ -241,7 +243,7 @@ class Scheduler:
     def _enter(self, request: Request, demand: Demand) -> None:
         request.slot = heapq.heappop(self._free_slots)
         request.status = RequestStatus.RUNNING
-        self.running[request] = None
+        self.running[request.request_id] = request
         request.footprint = demand.footprint(self.plan)
         self._promised += request.footprint
         self.kv.add(request.request_id, request.slot)
@@ -252,7 +254,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         self.coordinator.remove(request.request_id)
         heapq.heappush(self._free_slots, request.slot)
-        del self.running[request]
+        del self.running[request.request_id]
         self._promised -= request.footprint
         request.slot, request.pages, request.prefix_keys = -1, None, None
         request.num_computed = request.capacity = request.free_until = 0
@@ -260,7 +262,7 @@ class Scheduler:
 
     def _preempt_youngest(self, step: ScheduledStep) -> None:
         """Take everything from the request admitted last; it computes again later what no cache kept for it."""
-        youngest = next(reversed(self.running))
+        youngest = next(reversed(self.running.values()))
         if len(self.running) == 1:
             raise InvariantError(
                 f"request {youngest.request_id} runs alone and finds no block: {self.kv.slab.num_free} free, "
@@ -277,7 +279,7 @@ class Scheduler:
     def assert_invariants(self) -> None:
         """The laws of the caches below, and that every slot is lent once."""
         self.coordinator.assert_invariants()
-        lent = sorted(request.slot for request in self.running)
+        lent = sorted(request.slot for request in self.running.values())
         if sorted(lent + self._free_slots) != list(range(self.plan.config.max_running)):
             raise InvariantError(f"slots lent {lent} and free {sorted(self._free_slots)} do not add up")
         if any(request.status is not RequestStatus.WAITING for request in self.waiting):

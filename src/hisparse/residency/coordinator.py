@@ -63,6 +63,7 @@ class HiSparseCoordinator:
         self._outbox: list[SparseKVPageTransfer] = []
         self._order = SpillOrder()
         self._blocks_on_their_way = 0
+        self._newly_backed: list[str] = []
 
     # Requests.
 
@@ -160,6 +161,11 @@ class HiSparseCoordinator:
             given += more
         return given
 
+    def take_newly_backed(self) -> list[str]:
+        """Requests that got their first host page since the last call; some may be gone. They need a hot lease."""
+        newly, self._newly_backed = self._newly_backed, []
+        return newly
+
     def restore(self, request_id: str, max_pages: int) -> int:
         """Bring up to `max_pages` HOST pages back into free device blocks, the last ones first. Returns how many."""
         pages = self._requests[request_id]
@@ -182,6 +188,7 @@ class HiSparseCoordinator:
     def _spill(self, pages: RequestPages, limit: int) -> int:
         """Begin to spill up to `limit` pages, fewer when the host pool is full. Returns how many."""
         chosen = pages.spillable(limit)
+        was_whole = not pages.num_host_backed
         num_shared = self.totals.shared_spills
         copied: list[int] = []
         copies: list[PageCopy] = []
@@ -205,6 +212,8 @@ class HiSparseCoordinator:
         if copies:
             self._begin(pages, copied, copies, Direction.DEVICE_TO_HOST)
         self._order.refresh(pages)
+        if was_whole and pages.num_host_backed:
+            self._newly_backed.append(pages.request_id)
         return len(copies) + self.totals.shared_spills - num_shared
 
     def _spill_without_copy(self, pages: RequestPages, page: int, twin: HostBlockId) -> None:
