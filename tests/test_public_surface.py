@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import hisparse
+from hisparse.worker import HiSparseWorker
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "hisparse"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -79,3 +82,40 @@ def test_no_file_names_a_registry_or_an_absolute_path_of_a_machine() -> None:
 
 def test_type_information_is_shipped() -> None:
     assert (PACKAGE / "py.typed").is_file()
+
+
+PUBLIC_NAMES = """
+    BackendError CacheConfig CachePlan CapacityError Engine EngineConfig HiSparseCacheHandle HiSparseConnector
+    HiSparseCoordinator HiSparseError HiSparseWorker InputError InvariantError KVCacheManager LoadedModel ModelGeometry
+    ProtocolError RowFormat SamplingParams Selection TableLog WriteBack __version__ latent_row load_model plan_cache
+"""
+
+
+def test_the_public_names_are_these_and_each_can_be_had() -> None:
+    assert sorted(hisparse.__all__) == PUBLIC_NAMES.split() == dir(hisparse)
+    assert {name for name in PUBLIC_NAMES.split() if getattr(hisparse, name, None) is None} == set()
+    assert hisparse.HiSparseWorker is HiSparseWorker
+
+
+def test_what_type_checkers_see_is_what_is_loaded() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    (checked,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {name.name: node.module for node in checked.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert seen == hisparse._HOME_OF
+    assert {*seen, "__version__"} == set(PUBLIC_NAMES.split())
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Resolver'"):
+        hisparse.Resolver  # noqa: B018
+
+
+def test_importing_the_package_loads_none_of_it() -> None:
+    program = "import sys, hisparse\nprint([name for name in sys.modules if name.startswith(('hisparse.', 'torch'))])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_version_is_the_one_in_pyproject() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert hisparse.__version__ == settings["project"]["version"]

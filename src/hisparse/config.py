@@ -68,6 +68,7 @@ class ModelGeometry:
 
     @property
     def num_layers(self) -> int:
+        """Layers that keep KV, leaders and followers."""
         return len(self.leader_of)
 
     @property

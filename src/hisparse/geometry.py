@@ -100,6 +100,7 @@ class PagedLayout:
 
     @property
     def num_rows(self) -> int:
+        """Physical rows, those of the null block included."""
         return self.num_blocks * self.block_size
 
     @property
@@ -139,14 +140,17 @@ class BlockGeometry:
 
     @property
     def payload_bytes(self) -> int:
+        """What a block holds: the pages of all layers, without padding."""
         return self.num_layers * self.page_bytes
 
     @property
     def layer_stride(self) -> int:
+        """From one layer's page of a block to the next layer's."""
         return self.block_size * self.row_stride
 
     @property
     def block_stride(self) -> int:
+        """From one block to the next: what a block occupies."""
         return self.num_layers * self.layer_stride
 
     def layer(self, layer: int, num_blocks: int) -> PagedLayout:

@@ -77,6 +77,7 @@ class SparseKVOffloadCommand:
 
     @property
     def is_empty(self) -> bool:
+        """Whether a worker has nothing to do before the forward pass."""
         return not (self.transfers or self.resets or self.updates)
 
 

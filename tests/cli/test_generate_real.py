@@ -27,6 +27,7 @@ MISTAKES = {
     "dtype": (MODELS[0], ["--prompt", "x", "--dtype", "int3"], "unknown dtype 'int3'"),
     "token id": (MODELS[0], ["--prompt-ids", "65,256"], "token id 256 is outside the vocabulary of 256"),
     "negative token id": (MODELS[0], ["--prompt-ids=-1"], "token id -1 is outside the vocabulary"),
+    "too long": (MODELS[0], ["--prompt", "x", "--max-tokens", "131072"], "131073 tokens, prompt and output together"),
     "temperature": (MODELS[0], ["--prompt", "x", "--temperature", "-1"], "temperature -1.0"),
     "top-p": (MODELS[0], ["--prompt", "x", "--top-p", "0"], "top-p 0.0"),
     "stop": (MODELS[0], ["--prompt", "x", "--stop", ""], "stop string is empty"),

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from tests.residency.world import World
 
 from hisparse.cache import Verdict
 from hisparse.residency import Demand, Supply, can_ever_run, may_start
+from tests.residency.world import World
 
 PLENTY = Supply(promised=0, slab_free=8, reclaimable=0, host_free=39, indexer_free=500)
 

@@ -1,9 +1,9 @@
 """Which pages a new request need not compute."""
 
 import pytest
-from tests.residency.world import BLOCK_SIZE, World
 
 from hisparse.residency import PageState
+from tests.residency.world import BLOCK_SIZE, World
 
 
 def adopt(world: World, request_id: str, slot: int, tokens: object) -> int:
@@ -25,7 +25,7 @@ def test_a_prefix_is_found_on_the_device_and_on_the_host(spilled: int) -> None:
     tokens.append(1)
     found = adopt(world, "b", 1, tokens)
     # Forgetting the slab's content leaves the host pages only.
-    assert found == (4 if not spilled else spilled)
+    assert found == (spilled or 4)
     states = world.states("b")
     assert states.count(PageState.HOST) == spilled
 

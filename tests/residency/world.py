@@ -56,7 +56,10 @@ class World:
         return self.coordinator.take_transfers()
 
     def report(
-        self, enqueued: Sequence[SparseKVPageTransfer] = (), completed: Sequence[SparseKVPageTransfer] = (), worker: int = 0
+        self,
+        enqueued: Sequence[SparseKVPageTransfer] = (),
+        completed: Sequence[SparseKVPageTransfer] = (),
+        worker: int = 0,
     ) -> None:
         self.report_ids([t.transfer_id for t in enqueued], [t.transfer_id for t in completed], worker)
 

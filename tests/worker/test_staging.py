@@ -70,7 +70,7 @@ def test_a_pass_that_fills_the_staging_blocks_fits_and_one_row_more_is_refused(a
     wide = tables(resident=[[0, 0, 0]], host=[[4, 2, 6]])
     plan = area.plan(torch.arange(8)[None], torch.tensor([0]), wide)
     assert plan.slab_row.tolist() == STAGING_ROWS
-    with pytest.raises(InvariantError, match="one row of a prefill selects 9 rows on the host; the staging blocks hold 8"):
+    with pytest.raises(InvariantError, match="selects 9 rows on the host; the staging blocks hold 8"):
         area.plan(torch.arange(9)[None], torch.tensor([0]), wide)
 
 

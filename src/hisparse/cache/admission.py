@@ -24,6 +24,7 @@ class Admission:
 
     @property
     def granted(self) -> bool:
+        """Whether everything that was asked for is there."""
         return self.verdict is Verdict.GRANTED
 
 

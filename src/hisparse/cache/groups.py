@@ -1,9 +1,9 @@
 """Groups: layers whose pages share one block id, and the device pool that serves each of them.
 
-    source    host blocks; no device pool, so nothing that indexes device pools accepts it
-    resident  pages on the device                        } one slab,
-    hot       copies of host rows, by request            } one pool
-    indexer   index keys of the leader layers              a pool of its own
+source    host blocks; no device pool, so nothing that indexes device pools accepts it
+resident  pages on the device                        } one slab,
+hot       copies of host rows, by request            } one pool
+indexer   index keys of the leader layers              a pool of its own
 """
 
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ INDEXER_POOL = DevicePoolId(1)
 
 
 class GroupKind(Enum):
+    """The four groups. RESIDENT and HOT lease blocks of the same slab."""
+
     SOURCE = "source"
     RESIDENT = "resident"
     HOT = "hot"
@@ -64,4 +66,5 @@ class DevicePools:
         return self._pools[pool]
 
     def of(self, group: KVCacheGroup) -> BlockPool[DeviceBlockId]:
+        """The pool that a group leases from. Raises `InvariantError` for a group of host blocks."""
         return self[device_pool_id(group)]

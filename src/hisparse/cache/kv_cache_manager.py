@@ -41,6 +41,7 @@ class KVCacheManager:
         self.staging: tuple[DeviceBlockId, ...] = tuple(self.slab.allocate(plan.staging_blocks))
 
     def add(self, request_id: str, slot: int) -> None:
+        """Know a request, with no pages yet, under the `slot` that workers know it by."""
         for manager in (self.resident, self.hot, self.indexer):
             manager.add(request_id, slot)
 
@@ -79,6 +80,7 @@ class KVCacheManager:
         self.indexer.publish(request_id, pages)
 
     def use(self) -> DeviceUse:
+        """Where the slab's blocks are. O(leased blocks); for reports, not for a step."""
         resident, hot = len(self.resident.leases_by_block()), len(self.hot.leases_by_block())
         return DeviceUse(resident, hot, len(self.staging), self.slab.num_free)
 

@@ -30,6 +30,7 @@ class SingleTypeKVCacheManager:
         self._slots: dict[str, int] = {}
 
     def add(self, request_id: str, slot: int) -> None:
+        """Know a request, with an empty table. Raises `InvariantError` for one that is known already."""
         if request_id in self._tables:
             raise InvariantError(f"group {self.group.kind.value}: request {request_id} is already known")
         self._tables[request_id] = array("i")
@@ -40,6 +41,7 @@ class SingleTypeKVCacheManager:
         return self._tables[request_id]
 
     def num_pages(self, request_id: str) -> int:
+        """Pages that the request's table covers, holes included."""
         return len(self._tables[request_id])
 
     def grow(self, request_id: str, num_pages: int) -> None:
@@ -111,6 +113,7 @@ class HiSparseResidentManager(SingleTypeKVCacheManager):
         self._log.write(self.table, self._slots[request_id], page, (block,))
 
     def num_holes(self, request_id: str) -> int:
+        """Pages of the request whose truth is on the host."""
         return self._tables[request_id].count(NULL_BLOCK)
 
 
@@ -124,6 +127,7 @@ class HotManager(SingleTypeKVCacheManager):
         self.blocks_per_lease = blocks_per_lease
 
     def holds(self, request_id: str) -> bool:
+        """Whether the request has a hot lease."""
         return bool(self._tables[request_id])
 
     def take(self, request_id: str) -> None:

@@ -61,6 +61,7 @@ class GenerateOptions:
 
     @property
     def is_builtin(self) -> bool:
+        """Whether the model is one that ships with the library."""
         return self.model.startswith(BUILTIN_PREFIX)
 
     @property

@@ -14,7 +14,7 @@ from hisparse.cli.prompts import encode_prompts, read_prompts
 from hisparse.cli.render import describe_mismatch, print_table, print_texts, visible
 from hisparse.cli.report import RunReport, report_json
 from hisparse.config import ModelGeometry, parse_size
-from hisparse.errors import BackendError, InputError
+from hisparse.errors import InputError
 
 if TYPE_CHECKING:
     from hisparse.engine import Engine, EngineConfig, LoadedModel, SamplingParams
@@ -38,7 +38,6 @@ def run_generate(options: GenerateOptions) -> int:
 
     from hisparse.engine import Engine, load_model
 
-    _check_device(options.device.device)
     params = _sampling(options.sampling)
     loaded = load_model(options.model, options.dtype, options.device.device)
     prompt_ids = encode_prompts(prompts, loaded.tokenizer.encode)
@@ -103,13 +102,6 @@ def _check_options(options: GenerateOptions, num_prompts: int) -> None:
         raise InputError("--stream and --json both want standard output: use one of them")
     if options.output.stream and num_prompts > 1:
         raise InputError(f"--stream follows one prompt, and there are {num_prompts}")
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise BackendError("no CUDA device is usable: run with --device cpu, or install a driver and a CUDA torch")
 
 
 def _sampling(options: SamplingOptions) -> "SamplingParams":

@@ -12,6 +12,8 @@ from enum import Enum
 
 
 class ConnectorRole(Enum):
+    """The side of the line on which a connector object stands. It never changes."""
+
     SCHEDULER = "scheduler"
     WORKER = "worker"
 

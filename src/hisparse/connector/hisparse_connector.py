@@ -12,11 +12,15 @@ from hisparse.worker import HiSparseWorker
 
 @dataclass(frozen=True, slots=True)
 class HiSparseMetadata(ConnectorMetadata):
+    """One step's command on its way to the workers."""
+
     command: SparseKVOffloadCommand
 
 
 @dataclass(frozen=True, slots=True)
 class HiSparseWorkerMetadata(ConnectorWorkerMetadata):
+    """One worker's report on its way to the coordinator."""
+
     report: SparseKVWorkerReport
 
 

@@ -41,10 +41,12 @@ class MlaWeights:
 
     @property
     def lora(self) -> int:
+        """Elements of a latent, without the rotated key."""
         return int(self.w_uk.shape[2])
 
     @property
     def nope(self) -> int:
+        """Elements of a head's query that carry no position."""
         return int(self.w_uk.shape[1])
 
 

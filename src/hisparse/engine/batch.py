@@ -38,6 +38,7 @@ class PrefillSegment:
 
     @property
     def rows(self) -> slice:
+        """Query rows of the segment."""
         return slice(self.first_row, self.first_row + self.num_rows)
 
 
@@ -59,6 +60,7 @@ class StepBatch:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the packed forward."""
         return int(self.token_ids.shape[0])
 
 

@@ -1,6 +1,6 @@
 """The embedded engine: requests in, tokens out, one step at a time.
 
-    schedule → bind, start transfers → forward → sample → report → complete
+schedule → bind, start transfers → forward → sample → report → complete
 """
 
 import itertools
@@ -51,6 +51,16 @@ class Engine:
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        """Take the memory of all caches and hook the model.
+
+        Raises `InputError` when `config.max_tokens` is more than the model has positions or an option is outside its
+        range, `CapacityError` for budgets that cannot run one request, `BackendError` when memory cannot be had.
+        """
+        if config.max_tokens > loaded.max_tokens:
+            raise InputError(
+                f"requests of up to {config.max_tokens} tokens, prompt and output together, do not fit "
+                f"{loaded.name}: it has {loaded.max_tokens} positions"
+            )
         self.loaded = loaded
         self.config = config
         self.plan = config.plan(loaded.geometry)

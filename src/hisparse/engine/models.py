@@ -13,7 +13,7 @@ import torch
 from hisparse.config import ModelGeometry
 from hisparse.engine.builtin import BUILTIN_PREFIX, builtin_model
 from hisparse.engine.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer
-from hisparse.errors import InputError
+from hisparse.errors import BackendError, InputError
 from hisparse.geometry import ELEMENT_BYTES, latent_row
 
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
@@ -59,8 +59,11 @@ def load_model(name_or_path: str, dtype: str = "float32", device: str = "cpu") -
 
     Nothing is downloaded. Raises `InputError` for: a directory that is missing or has no readable configuration, a
     model that is no sparse-attention model this library knows, missing weights or tokenizer, an unknown dtype.
+    Raises `BackendError` for a device that is not there.
     """
     torch_dtype = parse_dtype(dtype)
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise BackendError("no CUDA device is usable: use the CPU (--device cpu), or install a driver and a CUDA torch")
     if name_or_path.startswith(BUILTIN_PREFIX):
         model, tokenizer = builtin_model(name_or_path, torch_dtype), ByteTokenizer()
         return _loaded(name_or_path, model.to(device), tokenizer, dtype)

@@ -20,6 +20,8 @@ class RequestStatus(Enum):
 
 
 class FinishReason(Enum):
+    """Why a request ended."""
+
     STOP = "stop"
     """A stop string or token, or the end of text."""
     LENGTH = "length"
@@ -64,8 +66,10 @@ class Request:
 
     @property
     def num_output(self) -> int:
+        """Tokens generated so far."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def output(self) -> list[int]:
+        """The tokens generated so far."""
         return self.tokens[self.num_prompt :].tolist()

@@ -50,6 +50,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
         return self.temperature == 0
 
 

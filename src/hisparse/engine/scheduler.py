@@ -1,7 +1,8 @@
 """Which requests compute how many tokens in a step, and the blocks they do it in.
 
 Order is age: the request admitted first is served first and preempted last. A decode that crosses no page boundary and
-changes no state costs one comparison. Spills for the next step are begun in this one, so that their copies run beside its forward.
+changes no state costs one comparison. Spills for the next step are begun in this one, so that their copies run beside
+its forward.
 """
 
 import heapq

@@ -27,7 +27,12 @@ class KVUse:
 
 @dataclass(frozen=True, slots=True)
 class RowUse:
-    """Selected rows by where decoding found them; prefill rows count as resident or, staged, as miss."""
+    """Selected rows of all leaders and steps, by where they were found.
+
+    Decode rows count as the resolver counts them. Prefill rows that are not resident are staged, pass by pass: each
+    distinct row that a pass loads is a `miss`, further selections of it in the same pass are `hot`. `unreachable`
+    selections found no row; it stays 0 unless something is broken.
+    """
 
     resident: int
     hot: int
@@ -37,12 +42,16 @@ class RowUse:
 
 @dataclass(frozen=True, slots=True)
 class BytesMoved:
+    """Payload that crossed between device and host since the start, single rows and whole pages together."""
+
     host_to_device_bytes: int
     device_to_host_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
+    """Everything that an engine counts. `spills` and `restores` count pages, `preemptions` requests sent back."""
+
     kv: KVUse
     rows: RowUse
     moved: BytesMoved
@@ -51,6 +60,7 @@ class EngineStats:
     preemptions: int
 
     def to_json(self) -> dict[str, Any]:
+        """The same as nested dictionaries of numbers."""
         return asdict(self)
 
 
@@ -63,9 +73,11 @@ class PageWatch:
     _most: int = field(default=-1)
 
     def see(self, resident: int, host: int) -> None:
+        """Take one step's pages on the device and on the host; of equally full steps the later one is kept."""
         if resident + host >= self._most:
             self._most = resident + host
             self.resident, self.host = resident, host
 
     def total_bytes(self, page: BlockGeometry) -> int:
+        """Payload of the pages that are remembered."""
         return (self.resident + self.host) * page.payload_bytes

@@ -9,16 +9,25 @@ step at once:
    slot's slab row is given (a *miss*).
 4. Otherwise it gives -1 and counts as unreachable.
 
-Rows with `row_slot = -1` are padding and give -1 everywhere; so does a position below 0, without being counted.
+Rows with `row_slot = -1` are padding and give -1 everywhere; so does a position below 0, without being counted. A
+position that the replacement state has no room for (`max_tokens` or more), or beyond the tables, is unreachable, even
+where the page that it would lie in is resident.
+
 All rows of one slot are resolved as one union: a position selected by several rows, or twice in one row, is loaded
-once and counts one miss, and no row evicts what another row of the step reads. `resident` and `hot` count
-selections (one per output element served that way); `miss` counts loaded rows; the further selections of a row
-loaded in the same call count as `hot`; `unreachable` counts output elements.
+once and counts one miss, and no row evicts what another row of the step reads. The union holds the positions that
+are not resident. A position that is resident and also has a hot copy is read from its page: the copy is neither
+touched nor protected, and may be a victim in the same call. `resident` and `hot` count selections (one per output
+element served that way); `miss` counts loaded rows; the further selections of a row loaded in the same call count as
+`hot`; `unreachable` counts output elements.
 
 A victim is legal when it is empty, or belongs to no position of this call's union and no legal slot that was kept
 has an older stamp (exact LRU at step granularity; which of several equally old slots goes first is the backend's
-choice; the reference takes the lowest slot). When a union needs more slots than the hot lease has, the positions
-beyond it give -1, are counted as unreachable, and `status` gets `STATUS_UNION_OVERFLOW`.
+choice; the reference takes the lowest slot). An empty hot row is older than any other, whatever its stamp says.
+
+When a union needs more slots than the hot lease has, exactly as many misses are loaded as there are victims; which of
+them is the backend's choice. The others give -1, are counted as unreachable, and `status` gets
+`STATUS_UNION_OVERFLOW`. A slot without any hot block has no lease: what only the host has is unreachable for it, and
+that alone is no overflow.
 """
 
 from dataclasses import dataclass
@@ -44,7 +53,9 @@ class PagedRows(Protocol):
         ...
 
     @property
-    def layout(self) -> PagedLayout: ...
+    def layout(self) -> PagedLayout:
+        """Where the layer's rows lie in `storage`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +130,7 @@ class ResolverCounters:
 
     @classmethod
     def allocate(cls, device: torch.device | str) -> "ResolverCounters":
+        """Counters at zero."""
         return cls(
             totals=torch.zeros(len(COUNTER_NAMES), dtype=torch.int64, device=device),
             status=torch.zeros(1, dtype=torch.int32, device=device),

@@ -56,6 +56,7 @@ class Supply:
 
     @classmethod
     def of(cls, kv: KVCacheManager, coordinator: HiSparseCoordinator, promised: int) -> "Supply":
+        """What the pools have now, reclaimable pages included."""
         return cls(
             promised=promised,
             slab_free=kv.slab.num_free,

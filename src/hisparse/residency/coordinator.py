@@ -223,9 +223,7 @@ class HiSparseCoordinator:
         self.totals.shared_spills += 1
         self._leave_device(pages, page)
 
-    def _begin(
-        self, pages: RequestPages, chosen: Iterable[int], copies: list[PageCopy], direction: Direction
-    ) -> None:
+    def _begin(self, pages: RequestPages, chosen: Iterable[int], copies: list[PageCopy], direction: Direction) -> None:
         numbers = tuple(chosen)
         transfer = SparseKVPageTransfer(self._transactions.next_id(), direction, tuple(copies))
         keys = tuple(pages.keys[page] for page in numbers)
@@ -252,6 +250,7 @@ class HiSparseCoordinator:
 
     @property
     def num_in_flight(self) -> int:
+        """Transfers begun and not yet completed by every worker."""
         return len(self._transactions)
 
     def apply(self, report: SparseKVWorkerReport) -> None:

@@ -66,7 +66,9 @@ def _check_pages(pages: RequestPages, table: Sequence[int]) -> None:
         raise InvariantError(f"request {pages.request_id} counts {pages.num_host_backed} host pages, has {backed}")
     returning = sum(pages.state[page] == PageState.RESIDENT for page in pages.in_flight)
     if returning != pages.num_returning:
-        raise InvariantError(f"request {pages.request_id}: {pages.num_returning} returning pages counted, {returning} are")
+        raise InvariantError(
+            f"request {pages.request_id} counts {pages.num_returning} returning pages, there are {returning}"
+        )
     if any(state == PageState.RESIDENT for state in pages.state[: pages.first_resident]):
         raise InvariantError(f"request {pages.request_id} has a resident page below {pages.first_resident}")
 

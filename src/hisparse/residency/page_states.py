@@ -18,6 +18,8 @@ from hisparse.protocol import TransferId
 
 
 class PageState(IntEnum):
+    """Which copy of a page counts. Integers, because a request keeps one byte per page."""
+
     RESIDENT = 0
     SPILLING = 1
     HOST = 2
@@ -38,8 +40,8 @@ class RequestPages:
 
     `state[i]`: the page's `PageState`. `host[i]`: its host block, with one lease, or 0; set while SPILLING or HOST.
     `in_flight[i]`: the transfer that moves the page now. `tokens`: the request's tokens, shared with the engine,
-    which only appends. `may_spill`: whether pages may leave the device at all; a request that is smaller than a hot lease
-    stays whole. `keys`: prefix keys of pages 0 … len-1. `num_sealed`: pages that are full and computed; only
+    which only appends. `may_spill`: whether pages may leave the device at all; a request that is smaller than a hot
+    lease stays whole. `keys`: prefix keys of pages 0 … len-1. `num_sealed`: pages that are full and computed; only
     these may leave the device, and only these have entries in `state` and `host`; the pages after them are resident.
     `first_resident`: no page below it is RESIDENT. `num_host_backed`: pages that are SPILLING or HOST.
     `num_returning`: RESIDENT pages whose restore is not completed; they stay until it is.

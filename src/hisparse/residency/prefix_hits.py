@@ -25,6 +25,7 @@ class PrefixHit:
 
     @property
     def num_pages(self) -> int:
+        """Pages that need not be computed."""
         return len(self.keys)
 
 

@@ -15,7 +15,9 @@ class Backend(Protocol):
     """One kind of device. A worker makes each of these things once."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Where tables, slab and replacement state live."""
+        ...
 
     def allocate_device(self, num_bytes: int) -> torch.Tensor:
         """uint8 `[num_bytes]`, zero at first. Raises `BackendError` when there is no room."""
@@ -25,9 +27,13 @@ class Backend(Protocol):
         """Host memory that the device's copies and resolver can reach. Raises `BackendError` when there is none."""
         ...
 
-    def make_stream(self) -> CopyStream: ...
+    def make_stream(self) -> CopyStream:
+        """The stream that carries the worker's page copies."""
+        ...
 
-    def make_resolver(self) -> Resolver: ...
+    def make_resolver(self) -> Resolver:
+        """The resolver for tensors on `device`."""
+        ...
 
 
 class CpuBackend:

@@ -27,6 +27,7 @@ class StagingCounters:
     unreachable: int = 0
 
     def add_rows(self, plan: StagePlan) -> None:
+        """Count the selections of one pass of a leader."""
         self.resident += plan.num_resident
         self.hot += plan.num_shared
         self.miss += plan.num_loaded
@@ -57,10 +58,12 @@ class HiSparseCacheHandle:
 
     @property
     def layer(self) -> int:
+        """The layer's number in the model."""
         return self._runtime.layer
 
     @property
     def runtime(self) -> LeaderRuntime | FollowerRuntime:
+        """The state behind the handle, for tests and tools."""
         return self._runtime
 
     def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
@@ -94,7 +97,7 @@ class HiSparseCacheHandle:
         self._runtime.replay()
 
     def stage(self, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Bring the next pass of a prefill into reach: int32 `[n, topk]` physical rows of the first n rows, 1 <= n <= t.
+        """Bring the next pass of a prefill into reach: int32 `[n, topk]` physical rows of the first n rows, 1 ≤ n ≤ t.
 
         `positions`: `[t, topk]`, -1 for none; `slots`: `[t]`, -1 for padding. n is as many rows as find their host
         rows in the staging blocks together; the caller stages the others next. Resident rows are read in place; rows

@@ -29,6 +29,7 @@ class StagePlan:
 
     @property
     def num_loaded(self) -> int:
+        """Distinct rows that the pass copies from the host."""
         return int(self.host_row.numel())
 
 

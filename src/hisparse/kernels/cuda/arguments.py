@@ -1,0 +1,111 @@
+"""The structs that kernels take by value, as ctypes. `source/layout.cuh` declares the same ones.
+
+Both sides are compared when a kernel is compiled: it is given the sizes below as macros.
+"""
+
+import ctypes
+
+MAX_LAYERS = 16
+"""Layers whose rows one launch of `move_rows` copies."""
+
+_POINTER = ctypes.c_uint64
+_I32 = ctypes.c_int32
+_I64 = ctypes.c_int64
+
+
+class PagedRowsArgs(ctypes.Structure):
+    """One layer's rows: address of the layer in block 0, strides in bytes, log2 of the block size."""
+
+    _fields_ = (("base", _POINTER), ("block_stride", _I64), ("row_stride", _I32), ("block_shift", _I32))
+
+
+class SharedOffsets(ctypes.Structure):
+    """Offsets in bytes into a block's dynamic shared memory, and the number of segments of the miss set."""
+
+    _fields_ = (
+        ("miss_bits", _I32),
+        ("miss_prefix", _I32),
+        ("touched", _I32),
+        ("positions", _I32),
+        ("stamps", _I32),
+        ("victims", _I32),
+        ("rows", _I32),
+        ("stages", _I32),
+        ("miss_segments", _I32),
+    )
+
+
+class ResolveArgs(ctypes.Structure):
+    """Arguments of `resolve`. Pointers are device addresses; shapes stand in `source/layout.cuh`."""
+
+    _fields_ = (
+        ("positions", _POINTER),
+        ("row_slot", _POINTER),
+        ("out", _POINTER),
+        ("resident", _POINTER),
+        ("host", _POINTER),
+        ("hot", _POINTER),
+        ("position_of", _POINTER),
+        ("hot_row_of", _POINTER),
+        ("stamp", _POINTER),
+        ("step", _POINTER),
+        ("source", PagedRowsArgs),
+        ("destination", PagedRowsArgs),
+        ("plan_count", _POINTER),
+        ("plan_host_row", _POINTER),
+        ("plan_slab_row", _POINTER),
+        ("totals", _POINTER),
+        ("status", _POINTER),
+        ("scratch", _POINTER),
+        ("shared", SharedOffsets),
+        ("num_rows", _I32),
+        ("topk", _I32),
+        ("num_slots", _I32),
+        ("max_pages", _I32),
+        ("hot_blocks", _I32),
+        ("hot_rows", _I32),
+        ("max_tokens", _I32),
+        ("num_positions", _I32),
+        ("reserved", _I32),
+    )
+
+
+class MoveArgs(ctypes.Structure):
+    """Arguments of `move_rows`: copies `source_row[i]` to `destination_row[i]` in each of `num_layers` layers.
+
+    `count` (a device address, or 0) overrides `num_rows`; `totals` (or 0) counts the bytes.
+    """
+
+    _fields_ = (
+        ("source_row", _POINTER),
+        ("destination_row", _POINTER),
+        ("count", _POINTER),
+        ("totals", _POINTER),
+        ("num_rows", _I64),
+        ("num_layers", _I32),
+        ("reserved", _I32),
+        ("source", PagedRowsArgs * MAX_LAYERS),
+        ("destination", PagedRowsArgs * MAX_LAYERS),
+    )
+
+
+class ResetArgs(ctypes.Structure):
+    """Arguments of `reset_slots`."""
+
+    _fields_ = (
+        ("slots", _POINTER),
+        ("position_of", _POINTER),
+        ("num_resets", _I32),
+        ("num_slots", _I32),
+        ("hot_rows", _I32),
+        ("reserved", _I32),
+    )
+
+
+def size_macros() -> tuple[tuple[str, str], ...]:
+    """Macros that tell a kernel how large the host believes its arguments to be."""
+    return (
+        ("RESOLVE_ARGS_BYTES", str(ctypes.sizeof(ResolveArgs))),
+        ("MOVE_ARGS_BYTES", str(ctypes.sizeof(MoveArgs))),
+        ("RESET_ARGS_BYTES", str(ctypes.sizeof(ResetArgs))),
+    )

@@ -1,0 +1,182 @@
+"""The kernels as torch operators: `torch.ops.hisparse.*`. What `torch.compile` and CUDA graphs see.
+
+The operators trust their arguments; `CudaResolver` checks them. Tensors of one contract type travel as one list, in
+the order in which the type declares them, and a layout as its six numbers (`layout_numbers`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hisparse.geometry import PagedLayout
+from hisparse.kernels.cuda import driver
+from hisparse.kernels.cuda.arguments import MAX_LAYERS, MoveArgs, PagedRowsArgs, ResetArgs, ResolveArgs
+from hisparse.kernels.cuda.parameters import (
+    ResolveShape,
+    Specialization,
+    move_blocks,
+    plan_resolve,
+    with_mover,
+)
+
+LAYOUT_NUMBERS = 6
+
+_RESET_BLOCKS_PER_SLOT = 8
+_RESET_SLOTS_AT_ONCE = 1024
+_MOVE_STATIC_SHARED_BYTES = 2048
+
+
+def layout_numbers(layout: PagedLayout) -> list[int]:
+    """A layout as the integers that an operator takes."""
+    return [
+        layout.offset,
+        layout.block_stride,
+        layout.row_stride,
+        layout.row_bytes,
+        layout.block_size,
+        layout.num_blocks,
+    ]
+
+
+def _paged_rows(storage: Tensor, numbers: Sequence[int]) -> PagedRowsArgs:
+    offset, block_stride, row_stride, _, block_size, _ = numbers
+    return PagedRowsArgs(storage.data_ptr() + offset, block_stride, row_stride, block_size.bit_length() - 1)
+
+
+@torch.library.custom_op("hisparse::resolve", mutates_args={"out", "state", "destination", "plan", "counters"})
+def resolve(
+    out: Tensor,
+    selection: list[Tensor],
+    tables: list[Tensor],
+    state: list[Tensor],
+    source: Tensor,
+    destination: Tensor,
+    plan: list[Tensor],
+    counters: list[Tensor],
+    scratch: Tensor,
+    layouts: list[int],
+) -> None:
+    """`Resolver.resolve` into `out`, int32 `[num_rows, topk]`.
+
+    `scratch`: int32 `[2 + num_rows]` or more, 0 before and after; launches that may overlap need their own.
+    `layouts`: those of `source` and `destination`.
+    """
+    positions, row_slot = selection
+    position_of, hot_row_of, stamp, step = state
+    num_rows, topk = positions.shape
+    num_slots, hot_rows = position_of.shape
+    if num_rows == 0 or topk == 0:
+        plan[0].zero_()
+        step.add_(1)
+        return
+    device = out.device.index
+    shape = ResolveShape(num_rows, topk, hot_rows, hot_row_of.shape[1], layouts[3])
+    launch = plan_resolve(shape, driver.device_limits(device))
+    arguments = ResolveArgs(
+        *(tensor.data_ptr() for tensor in (positions, row_slot, out, *tables, position_of, hot_row_of, stamp, step)),
+        _paged_rows(source, layouts[:LAYOUT_NUMBERS]),
+        _paged_rows(destination, layouts[LAYOUT_NUMBERS:]),
+        *(tensor.data_ptr() for tensor in (*plan, *counters, scratch)),
+        launch.offsets,
+        num_rows,
+        topk,
+        num_slots,
+        tables[0].shape[1],
+        tables[2].shape[1],
+        hot_rows,
+        hot_row_of.shape[1],
+        min(hot_row_of.shape[1], tables[0].shape[1] * layouts[4]),
+    )
+    with torch.cuda.device(device):
+        kernel = driver.load(launch.specialization, device)
+        kernel.launch((num_rows, launch.blocks_per_row), launch.shared_bytes, arguments)
+
+
+@torch.library.custom_op("hisparse::move_rows", mutates_args={"destination", "totals"})
+def move_rows(
+    source_row: Tensor,
+    destination_row: Tensor,
+    count: Tensor | None,
+    source: Tensor,
+    destination: Tensor,
+    layouts: list[int],
+    totals: Tensor | None,
+) -> None:
+    """Copy rows `source_row[i]` to `destination_row[i]`, int64 `[n]`; a pair with a -1 is skipped.
+
+    `count`: int32 `[1]` on the device, how many pairs count; all of them when None. `layouts`: source and destination
+    of each layer, up to `MAX_LAYERS` layers. `totals`: the counters, to which the bytes are added.
+    """
+    num_layers = len(layouts) // (2 * LAYOUT_NUMBERS)
+    if source_row.numel() == 0:
+        return
+    device = source_row.device.index
+    limits = driver.device_limits(device)
+    arguments = MoveArgs(
+        source_row=source_row.data_ptr(),
+        destination_row=destination_row.data_ptr(),
+        count=0 if count is None else count.data_ptr(),
+        totals=0 if totals is None else totals.data_ptr(),
+        num_rows=source_row.numel(),
+        num_layers=num_layers,
+    )
+    for layer in range(num_layers):
+        first = 2 * layer * LAYOUT_NUMBERS
+        arguments.source[layer] = _paged_rows(source, layouts[first : first + LAYOUT_NUMBERS])
+        arguments.destination[layer] = _paged_rows(
+            destination, layouts[first + LAYOUT_NUMBERS : first + 2 * LAYOUT_NUMBERS]
+        )
+    kernel_for_rows = Specialization("move_rows", row_bytes=layouts[3])
+    specialization = with_mover(kernel_for_rows, limits, limits.shared_bytes - _MOVE_STATIC_SHARED_BYTES)
+    with torch.cuda.device(device):
+        kernel = driver.load(specialization, device)
+        blocks = move_blocks(source_row.numel() * num_layers, limits)
+        kernel.launch((blocks, 1), specialization.stage_bytes, arguments)
+
+
+@torch.library.custom_op("hisparse::reset_slots", mutates_args={"position_of"})
+def reset_slots(position_of: Tensor, slots: Tensor) -> None:
+    """Set the rows `slots` (int64 `[n]`) of `position_of` (int32 `[num_slots, hot_rows]`) to -1."""
+    if slots.numel() == 0:
+        return
+    device = position_of.device.index
+    num_slots, hot_rows = position_of.shape
+    arguments = ResetArgs(slots.data_ptr(), position_of.data_ptr(), slots.numel(), num_slots, hot_rows)
+    with torch.cuda.device(device):
+        kernel = driver.load(Specialization("reset_slots"), device)
+        kernel.launch((_RESET_BLOCKS_PER_SLOT, min(slots.numel(), _RESET_SLOTS_AT_ONCE)), 0, arguments)
+
+
+@resolve.register_fake
+def _(
+    out: Tensor,
+    selection: list[Tensor],
+    tables: list[Tensor],
+    state: list[Tensor],
+    source: Tensor,
+    destination: Tensor,
+    plan: list[Tensor],
+    counters: list[Tensor],
+    scratch: Tensor,
+    layouts: list[int],
+) -> None:
+    """All results are written in place."""
+
+
+@move_rows.register_fake
+def _(
+    source_row: Tensor,
+    destination_row: Tensor,
+    count: Tensor | None,
+    source: Tensor,
+    destination: Tensor,
+    layouts: list[int],
+    totals: Tensor | None,
+) -> None:
+    torch._check(len(layouts) <= 2 * LAYOUT_NUMBERS * MAX_LAYERS)
+
+
+@reset_slots.register_fake
+def _(position_of: Tensor, slots: Tensor) -> None:
+    """All results are written in place."""

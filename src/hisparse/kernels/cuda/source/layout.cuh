@@ -1,0 +1,103 @@
+// What the host passes to a kernel: one struct by value. `arguments.py` builds the same structs; the host compiles
+// with the sizes that it believes in, and the asserts below compare.
+#pragma once
+#include "base.cuh"
+
+// Rows of one layer in a paged allocation. The block size is a power of two.
+struct PagedRows {
+  char* base;  // the layer's first byte in block 0
+  i64 block_stride;
+  i32 row_stride;
+  i32 block_shift;
+
+  __device__ __forceinline__ char* row(i64 physical_row) const {
+    const i64 block = physical_row >> block_shift;
+    const i64 row_in_block = physical_row & ((1 << block_shift) - 1);
+    return base + block * block_stride + row_in_block * row_stride;
+  }
+};
+static_assert(sizeof(PagedRows) == 24, "PagedRows is packed");
+
+// Offsets in bytes into a block's dynamic shared memory; the host lays it out.
+struct SharedOffsets {
+  i32 miss_bits;      // u32[4 * segments], one bit a logical position
+  i32 miss_prefix;    // u16[segments], misses before each segment of 128 positions
+  i32 touched;        // u32[ceil(hot_rows / 32)], hot rows that this step reads
+  i32 positions;      // i32[hot_rows] if KEEP_POSITIONS
+  i32 stamps;         // i32[hot_rows] if KEEP_STAMPS
+  i32 victims;        // u16[hot_rows], hot row by rank
+  i32 rows;           // u16[num_rows], the batch rows of this request
+  i32 stages;         // the row movers' buffers
+  i32 miss_segments;  // number of segments (a size, not an offset)
+};
+static_assert(sizeof(SharedOffsets) == 36, "SharedOffsets is packed");
+
+// Scratch words between the blocks of one launch. All are 0 between launches.
+struct Scratch {
+  i32 finished_blocks;
+  i32 planned;
+  i32 arrivals[1];  // by the first batch row of a request
+};
+
+enum Counter { RESIDENT, HOT, MISS, BYTES, UNREACHABLE };
+constexpr i32 STATUS_UNION_OVERFLOW = 1;
+constexpr i32 EMPTY = -1;
+
+struct ResolveArgs {
+  const i32* positions;  // [num_rows, topk]
+  const i32* row_slot;   // [num_rows]
+  i32* out;              // [num_rows, topk]
+  const i32* resident;   // [num_slots, max_pages]
+  const i32* host;       // [num_slots, max_pages]
+  const i32* hot;        // [num_slots, hot_blocks]
+  i32* position_of;      // [num_slots, hot_rows]
+  i16* hot_row_of;       // [num_slots, max_tokens]
+  i32* stamp;            // [num_slots, hot_rows]
+  i32* step;             // [1]
+  PagedRows source;
+  PagedRows destination;
+  i32* plan_count;
+  i64* plan_host_row;
+  i64* plan_slab_row;
+  u64* totals;  // by Counter
+  i32* status;
+  Scratch* scratch;
+  SharedOffsets shared;
+  i32 num_rows;
+  i32 topk;
+  i32 num_slots;
+  i32 max_pages;
+  i32 hot_blocks;
+  i32 hot_rows;
+  i32 max_tokens;
+  i32 num_positions;  // what both the tables and the inverse map cover
+  i32 reserved;
+};
+
+constexpr i32 MAX_LAYERS = 16;
+
+// Copies of the rows `source_row[i]` to `destination_row[i]`, for every layer.
+struct MoveArgs {
+  const i64* source_row;
+  const i64* destination_row;
+  const i32* count;  // how many, on the device; if null, `num_rows`
+  u64* totals;       // if not null, totals[BYTES] grows by what was copied
+  i64 num_rows;
+  i32 num_layers;
+  i32 reserved;
+  PagedRows source[MAX_LAYERS];
+  PagedRows destination[MAX_LAYERS];
+};
+
+struct ResetArgs {
+  const i64* slots;
+  i32* position_of;  // [num_slots, hot_rows]
+  i32 num_resets;
+  i32 num_slots;
+  i32 hot_rows;
+  i32 reserved;
+};
+
+static_assert(sizeof(ResolveArgs) == RESOLVE_ARGS_BYTES, "ResolveArgs differs from arguments.py");
+static_assert(sizeof(MoveArgs) == MOVE_ARGS_BYTES, "MoveArgs differs from arguments.py");
+static_assert(sizeof(ResetArgs) == RESET_ARGS_BYTES, "ResetArgs differs from arguments.py");

@@ -1,0 +1,99 @@
+"""Launches are decided from shapes alone: what is laid out fits, does not overlap, and fills the device once."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hisparse.errors import InputError
+from hisparse.kernels.cuda.parameters import (
+    DeviceLimits,
+    ResolveShape,
+    Specialization,
+    blocks_per_row,
+    move_blocks,
+    plan_resolve,
+    with_mover,
+)
+
+H200 = DeviceLimits((9, 0), 132, 227 * 1024)
+A100 = DeviceLimits((8, 0), 108, 163 * 1024)
+RTX_5090 = DeviceLimits((12, 0), 170, 99 * 1024)
+
+
+@given(
+    st.sampled_from([H200, A100, RTX_5090]),
+    st.integers(1, 512),
+    st.integers(1, 32768),
+    st.integers(1, 200_000),
+    st.sampled_from([16, 656, 1152, 4096]),
+)
+def test_shared_memory_is_within_the_device_and_its_parts_do_not_overlap(
+    limits: DeviceLimits, num_rows: int, hot_rows: int, max_tokens: int, row_bytes: int
+) -> None:
+    try:
+        launch = plan_resolve(ResolveShape(num_rows, 2048, hot_rows, max_tokens, row_bytes), limits)
+    except InputError:
+        # The bits of 200,000 tokens and two bytes a hot row: only large sizes may fail.
+        assert max_tokens // 8 + 2 * hot_rows > 64 * 1024
+        return
+    kernel, offsets = launch.specialization, launch.offsets
+    assert offsets.miss_segments * 128 >= max_tokens
+    ends = {
+        "miss_bits": offsets.miss_segments * 16,
+        "miss_prefix": offsets.miss_segments * 2,
+        "touched": (hot_rows + 31) // 32 * 4,
+        "positions": (hot_rows + 3) // 4 * 16 if kernel.keep_positions else 0,
+        "stamps": (hot_rows + 3) // 4 * 16 if kernel.keep_stamps else 0,
+        "victims": hot_rows * 2,
+        "rows": num_rows * 2,
+        "stages": kernel.stage_bytes,
+    }
+    parts = [(getattr(offsets, name), getattr(offsets, name) + size) for name, size in ends.items()]
+    for (_, end), (start, _) in itertools.pairwise(parts):
+        assert end <= start
+    assert all(start % 16 == 0 for start, _ in parts)
+    assert parts[-1][0] % 128 == 0
+    assert parts[-1][1] == launch.shared_bytes <= limits.shared_bytes - 8192
+
+
+def test_the_sizes_of_a_served_model_keep_their_state_in_shared_memory() -> None:
+    for hot_rows in (4096, 10240):
+        kernel = plan_resolve(ResolveShape(1, 2048, hot_rows, 163_840, 656), H200).specialization
+        assert kernel.keep_positions
+        assert kernel.keep_stamps
+        assert kernel.use_bulk
+
+
+def test_the_largest_hot_lease_fits_with_part_of_its_state_outside() -> None:
+    kernel = plan_resolve(ResolveShape(8, 4096, 32768, 163_840, 656), H200).specialization
+    assert not kernel.keep_stamps
+
+
+def test_what_cannot_fit_says_what_to_lower() -> None:
+    with pytest.raises(InputError, match="lower max_tokens or hot_rows"):
+        plan_resolve(ResolveShape(1, 2048, 32768, 1_000_000, 656), RTX_5090)
+
+
+@pytest.mark.parametrize(("name", "value"), [("topk", 4097), ("hot_rows", 32769), ("num_rows", 8193)])
+def test_sizes_past_the_bounds_are_refused(name: str, value: int) -> None:
+    sizes = {"num_rows": 1, "topk": 8, "hot_rows": 8, "max_tokens": 64, "row_bytes": 64} | {name: value}
+    with pytest.raises(InputError, match=f"{name} is {value}"):
+        ResolveShape(**sizes)
+
+
+def test_bulk_copies_need_their_hardware_and_room() -> None:
+    kernel = Specialization("move_rows", row_bytes=656)
+    assert with_mover(kernel, H200, 1 << 20).use_bulk
+    assert not with_mover(kernel, A100, 1 << 20).use_bulk
+    assert not with_mover(kernel, H200, 1024).use_bulk
+    assert with_mover(kernel, H200, 16 * 768).rows_per_warp == 1
+
+
+def test_a_lone_row_gets_many_blocks_and_a_full_batch_one_each() -> None:
+    assert [blocks_per_row(num_rows, H200) for num_rows in (1, 8, 32, 128, 1000)] == [32, 16, 4, 1, 1]
+
+
+def test_moves_start_no_more_blocks_than_they_can_use() -> None:
+    assert [move_blocks(copies, H200) for copies in (1, 17, 1 << 20)] == [1, 2, 132]
