@@ -41,7 +41,7 @@ types: $(DEV_STAMP)
 	$(BIN)/mypy
 
 imports: $(DEV_STAMP)
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 # Last and after the quick checks, so that a run ends with pytest's own closing line.
 tests: $(DEV_STAMP) | lint types imports

@@ -40,10 +40,14 @@ def parse_size(text: str, what: str = "size") -> int:
 
 
 class WriteBack(Enum):
-    """When a full page leaves for the host: when its block is needed, or as soon as it is full."""
+    """When a full page leaves for the host: when its block is needed, as soon as it is full, or not at all.
+
+    With NEVER a request starts only once the slab holds all of it, and there is no host pool to speak of.
+    """
 
     PRESSURE = "pressure"
     EAGER = "eager"
+    NEVER = "never"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,8 @@ MAX_TOPK = 4096
 MAX_ROWS_PER_STEP = 8
 TAIL_PAGES = 2
 """Pages that a running request always has on the device: the one it fills and the one it moves on to."""
+LEAST_HOST_BLOCKS = 2
+"""Of a host pool: the null block, and one that holds a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +164,13 @@ def plan_cache(config: CacheConfig, model: ModelGeometry) -> CachePlan:
             f"is {minimum} blocks, {minimum * device.payload_bytes} bytes (1 null, {staging} staging, {hot} hot, "
             f"{TAIL_PAGES} tail)"
         )
-    num_host = host.blocks_in(config.host_pool_bytes)
-    if num_host < 2:
+    # Where nothing may leave the device, the pool is the least that can be had.
+    never = config.write_back is WriteBack.NEVER
+    num_host = LEAST_HOST_BLOCKS if never else host.blocks_in(config.host_pool_bytes)
+    if num_host < LEAST_HOST_BLOCKS:
         raise CapacityError(
-            f"a host pool of {config.host_pool_bytes} bytes holds {num_host} blocks; the least is 2 blocks, "
-            f"{2 * host.payload_bytes} bytes"
+            f"a host pool of {config.host_pool_bytes} bytes holds {num_host} blocks; the least is {LEAST_HOST_BLOCKS} "
+            f"blocks, {LEAST_HOST_BLOCKS * host.payload_bytes} bytes"
         )
     return CachePlan(
         config=config,

@@ -116,6 +116,7 @@ def test_options_reach_the_engine(backend: FakeBackend) -> None:
         "chunk_tokens": 100,
         "write_back": WriteBack.EAGER,
         "keep_logits": True,
+        "fixed_shapes": True,
     }
     _, params = backend.engines[0].requests[0]
     assert vars(params) == {
@@ -128,6 +129,16 @@ def test_options_reach_the_engine(backend: FakeBackend) -> None:
         "stop_token_ids": (4,),
         "ignore_eos": True,
     }
+
+
+def test_where_nothing_may_leave_the_device_the_default_budget_holds_everything(backend: FakeBackend) -> None:
+    prompt = ["generate", MODEL, "--prompt", "hello"]
+    assert main([*prompt, "--write-back", "never"]) == 0
+    assert main([*prompt, "--write-back", "never", "--device-kv", "1MiB"]) == 0
+    assert main(prompt) == 0
+    budgets = [engine.config.slab_bytes for engine in backend.engines]
+    assert budgets[:2] == [None, 1 << 20]
+    assert budgets[2] is not None
 
 
 def test_there_are_no_more_slots_than_prompts(backend: FakeBackend) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hisparse.cache import Verdict
+from hisparse.config import WriteBack
 from hisparse.residency import Demand, Supply, can_ever_run, may_start
 from tests.residency.world import World
 
@@ -73,3 +74,26 @@ def test_blocks_that_a_hit_claims_count(world: World) -> None:
     assert may_start(world.plan, demand, replace(PLENTY, slab_free=9)).slab_short == 1
     assert may_start(world.plan, demand, replace(PLENTY, slab_free=10, indexer_free=9)).indexer_short == 1
     assert may_start(world.plan, demand, replace(PLENTY, slab_free=10, indexer_free=10)).granted
+
+
+def test_where_nothing_may_leave_a_request_is_promised_all_of_itself() -> None:
+    plan = World(write_back=WriteBack.NEVER).plan
+    demand = Demand(total=6, prompt=5)
+    assert demand.footprint(plan) == 6
+    assert not demand.may_spill(plan)
+    room = plan.usable_device_blocks - 6
+    assert may_start(plan, demand, replace(PLENTY, promised=room)).granted
+    answer = may_start(plan, demand, replace(PLENTY, promised=room + 2))
+    assert (answer.verdict, answer.slab_short) == (Verdict.WAIT, 2)
+
+
+def test_where_nothing_may_leave_a_request_must_fit_the_device() -> None:
+    plan = World(write_back=WriteBack.NEVER).plan
+    assert can_ever_run(plan, Demand(total=plan.usable_device_blocks, prompt=1)).granted
+    demand = Demand(total=plan.usable_device_blocks + 2, prompt=1)
+    answer = can_ever_run(plan, demand)
+    assert (answer.verdict, answer.slab_short) == (Verdict.NEVER, 2)
+    bigger = World(device_blocks=15, write_back=WriteBack.NEVER).plan
+    assert f"device budget of {bigger.num_device_blocks * bigger.device.payload_bytes} bytes" in answer.reason
+    assert can_ever_run(bigger, demand).granted
+    assert can_ever_run(World(write_back=WriteBack.PRESSURE).plan, demand).granted

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hisparse.config import WriteBack
+from hisparse.config import LEAST_HOST_BLOCKS, WriteBack
 from hisparse.errors import InvariantError, ProtocolError
 from hisparse.protocol import Direction, SparseKVWorkerReport, Table, TransferId
 from hisparse.residency import PageState
@@ -113,6 +113,18 @@ def test_eager_write_back_does_not_wait_for_pressure() -> None:
     assert lazy.take() == ()
 
 
+def test_pages_that_may_never_leave_do_not() -> None:
+    world = World(write_back=WriteBack.NEVER)
+    world.start("a", 0, num_pages=3)
+    assert world.coordinator.num_reclaimable() == 0
+    assert world.coordinator.reclaim(3) == 0
+    assert world.take() == ()
+    assert world.plan.num_host_blocks == LEAST_HOST_BLOCKS < World().plan.num_host_blocks
+    lazy = World()
+    lazy.start("a", 0, num_pages=3)
+    assert lazy.coordinator.reclaim(3) == 3
+
+
 def test_a_full_host_pool_ends_reclaiming() -> None:
     world = World(host_blocks=3)
     world.start("a", 0, num_pages=6)
@@ -134,6 +146,43 @@ def test_bytes_that_the_host_holds_already_are_not_copied_again() -> None:
     assert world.coordinator.totals.shared_spills == 3
     world.coordinator.remove("a")
     world.coordinator.assert_invariants()
+
+
+def twin_that_leaves() -> World:
+    """Request b has begun to leave the device, for pages that a brought to the host before."""
+    world = World(device_blocks=20)
+    world.start("a", 0, num_pages=3)
+    world.start("b", 1, num_pages=3)
+    world.spill("a", 3)
+    world.log.drain()
+    assert world.coordinator._spill(world.coordinator.pages("b"), 2) == 2
+    return world
+
+
+def test_a_page_that_leaves_without_a_copy_is_on_the_device_in_the_command_at_hand() -> None:
+    """That command may decode the request without the hot lease which it takes for the next one."""
+    world = twin_that_leaves()
+    free = world.kv.slab.num_free
+    assert world.coordinator.take_newly_backed() == ["a", "b"]
+    assert world.states("b") == [SPILLING, SPILLING, RESIDENT]
+    assert world.coordinator.blocks_on_their_way == 2
+    assert world.table_writes(Table.RESIDENT) == []
+    world.coordinator.assert_invariants()
+    assert world.take() == ()
+    assert world.states("b") == [HOST, HOST, RESIDENT]
+    assert world.kv.slab.num_free == free + 2
+    assert world.coordinator.blocks_on_their_way == 0
+    assert world.table_writes(Table.RESIDENT) == [(1, 0, (0,)), (1, 1, (0,))]
+    world.coordinator.assert_invariants()
+
+
+def test_a_request_that_is_gone_before_its_pages_left_without_a_copy_takes_them_along() -> None:
+    world = twin_that_leaves()
+    world.coordinator.remove("b")
+    world.coordinator.assert_invariants()
+    assert world.take() == ()
+    assert world.coordinator.blocks_on_their_way == 0
+    assert world.states("a") == [HOST] * 3
 
 
 @pytest.mark.parametrize("when", ["begun", "enqueued"])

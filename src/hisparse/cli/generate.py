@@ -65,7 +65,8 @@ def generate(
         typer.Option(metavar="N", help="Tokens per page. [default: 16 for built-in models, 64 otherwise]"),
     ] = None,
     write_back: Annotated[
-        WriteBack, typer.Option(help="Copy a full page to the host when its block is needed, or as soon as it is full.")
+        WriteBack,
+        typer.Option(help="Copy a full page to the host when its block is needed, as soon as it is full, or never."),
     ] = WriteBack.PRESSURE,
     max_running: Annotated[int, typer.Option(min=1, help="Requests that run at once, at most.")] = 8,
     chunk_size: Annotated[int, typer.Option(min=1, help="Prompt tokens per step, at most.")] = 512,

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hisparse.cli.budget import Workload, check_budget, device_budget
+from hisparse.cli.budget import EVERYTHING, Workload, check_budget, device_budget
 from hisparse.cli.options import GenerateOptions, SamplingOptions
 from hisparse.cli.progress import RunProgress, VerifyProgress, on_terminal
 from hisparse.cli.prompts import encode_prompts, read_prompts
 from hisparse.cli.render import describe_mismatch, print_table, print_texts, visible
 from hisparse.cli.report import RunReport, report_json
-from hisparse.config import ModelGeometry, parse_size
+from hisparse.config import ModelGeometry, WriteBack, parse_size
 from hisparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -71,6 +71,10 @@ def engine_config(options: GenerateOptions, model: ModelGeometry, prompt_tokens:
     staging = sizes.staging_rows if sizes.staging_rows is not None else DEFAULT_STAGING_FACTOR * model.index_topk
     # A slot that no prompt can take would only cost memory: the indexer's pool is sized for all of them.
     num_running = min(sizes.max_running, len(prompt_tokens))
+    device_kv = sizes.device_kv
+    if device_kv is None and sizes.write_back is WriteBack.NEVER:
+        # A share of the KV would refuse prompts that nobody said must not fit.
+        device_kv = EVERYTHING
     workload = Workload(
         model=model,
         block_size=options.block_size,
@@ -81,7 +85,7 @@ def engine_config(options: GenerateOptions, model: ModelGeometry, prompt_tokens:
     )
     return EngineConfig(
         max_tokens=max(prompt_tokens) + options.sampling.max_tokens,
-        slab_bytes=device_budget(sizes.device_kv, workload),
+        slab_bytes=device_budget(device_kv, workload),
         host_pool_bytes=parse_size(sizes.host_pool, "host pool"),
         hot_rows=hot_rows,
         staging_rows=staging,
@@ -90,6 +94,8 @@ def engine_config(options: GenerateOptions, model: ModelGeometry, prompt_tokens:
         chunk_tokens=sizes.chunk_tokens,
         write_back=sizes.write_back,
         keep_logits=options.output.verify,
+        # Two runs are compared token by token, and the same requests meet in other steps.
+        fixed_shapes=options.output.verify,
     )
 
 

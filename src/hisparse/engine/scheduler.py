@@ -6,6 +6,7 @@ its forward.
 """
 
 import heapq
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from hisparse.connector import ConnectorMetadata, ConnectorWorkerMetadata, HiSpa
 from hisparse.engine.request import Request, RequestStatus
 from hisparse.errors import CapacityError, InvariantError
 from hisparse.geometry import ceil_div
-from hisparse.residency import Demand, HiSparseCoordinator, Supply, can_ever_run, may_start
+from hisparse.residency import Demand, HiSparseCoordinator, PrefixHit, Supply, can_ever_run, may_start
 
 
 @dataclass(slots=True)
@@ -51,6 +52,8 @@ class Scheduler:
         self.num_preemptions = 0
         self._free_slots = list(range(plan.config.max_running))
         self._promised = 0
+        self._refused: tuple[int, ...] | None = None
+        """The most room of each kind that was too little for the first waiting request: a look-up costs its length."""
         self._step = 0
 
     # Requests.
@@ -73,6 +76,7 @@ class Scheduler:
             self._leave(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+            self._refused = None
         request.status = RequestStatus.FINISHED
 
     @property
@@ -218,18 +222,15 @@ class Scheduler:
         coming = 0
         while self.waiting and self._free_slots and budget:
             request = self.waiting[0]
-            if request.prefix_keys is None:
-                request.prefix_keys = self.coordinator.prefix_keys(request.tokens)
-            hit = self.coordinator.find_prefix(request.prefix_keys)
-            demand = Demand.of(self.plan, len(request.tokens), request.max_length, hit)
-            supply = Supply.of(self.kv, self.coordinator, self._promised)
-            if not may_start(self.plan, demand, supply).granted:
+            hit = self._find_start(request)
+            if hit is None:
                 break
             if hit.num_free_adopted > self.kv.slab.num_free:
                 self.coordinator.reclaim(hit.num_free_adopted - self.kv.slab.num_free)
                 break
             self.waiting.popleft()
-            self._enter(request, demand)
+            self._refused = None
+            self._enter(request, self._demand(request, hit))
             self.coordinator.adopt_prefix(request.request_id, hit)
             request.num_computed = request.capacity = hit.num_pages * self.block_size
             request.next_seal = request.num_computed + self.block_size
@@ -240,6 +241,33 @@ class Scheduler:
             rest = len(request.tokens) - request.num_computed - done
             coming += ceil_div(min(self.chunk_tokens, rest), self.block_size)
         return coming
+
+    def _find_start(self, request: Request) -> PrefixHit | None:
+        """The prefix hit with which a waiting request may start now, or None while it has to wait.
+
+        A hit in free blocks of the slab takes them, and may leave too few for the first pages beside it. While others
+        run, that passes; when nobody does, a shorter hit has to do.
+        """
+        supply = Supply.of(self.kv, self.coordinator, self._promised)
+        rooms = supply.rooms()
+        refused = self._refused or (-math.inf,) * len(rooms)
+        if self.running and all(now <= then for now, then in zip(rooms, refused, strict=True)):
+            return None
+        if request.prefix_keys is None:
+            request.prefix_keys = self.coordinator.prefix_keys(request.tokens)
+        keys = request.prefix_keys
+        while True:
+            hit = self.coordinator.find_prefix(keys)
+            answer = may_start(self.plan, self._demand(request, hit), supply)
+            if answer.granted:
+                return hit
+            if self.running or not hit.num_pages:
+                self._refused = tuple(map(max, rooms, self._refused or rooms))
+                return None
+            keys = keys[: hit.num_pages - 1]
+
+    def _demand(self, request: Request, hit: PrefixHit) -> Demand:
+        return Demand.of(self.plan, len(request.tokens), request.max_length, hit)
 
     def _enter(self, request: Request, demand: Demand) -> None:
         request.slot = heapq.heappop(self._free_slots)
@@ -272,6 +300,7 @@ class Scheduler:
         self._leave(youngest)
         youngest.status = RequestStatus.WAITING
         self.waiting.appendleft(youngest)
+        self._refused = None
         self.num_preemptions += 1
         if youngest in step.decodes:
             step.decodes.remove(youngest)

@@ -27,6 +27,10 @@ LOGIT_BOUNDS = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
 token. The median, because in 16 bits one rounded index or router score now and then exchanges a selected row or an
 expert, and that token's logits with it; unrelated logits would differ by a factor of about 1.4."""
 
+TOKEN_LOGIT_BOUND = 1e-2
+"""The same for each single token, in float32. Two rows whose index scores agree to the last bits may change places at
+the end of a selection of thousands there as well; the least of the selected rows then moves logits by about 1e-4."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
@@ -90,9 +94,12 @@ def verify(
             relative += by_token
         progress("stock", index + 1, len(results))
     relative_diff = statistics.median(relative) if relative else 0.0
+    in_bounds = relative_diff <= LOGIT_BOUNDS[loaded.dtype]
+    if exact:
+        in_bounds = in_bounds and max(relative, default=0.0) <= TOKEN_LOGIT_BOUND
     return VerifyResult(
         reference=f"transformers {transformers.__version__} generate, and this engine with everything resident",
-        identical=not mismatches and relative_diff <= LOGIT_BOUNDS[loaded.dtype],
+        identical=not mismatches and in_bounds,
         max_logit_diff=stock_diff,
         relative_logit_diff=relative_diff,
         resident_logit_diff=resident_diff,

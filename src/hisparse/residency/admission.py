@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hisparse.cache.admission import GRANTED, Admission, Verdict
 from hisparse.cache.kv_cache_manager import KVCacheManager
-from hisparse.config import TAIL_PAGES, CachePlan
+from hisparse.config import TAIL_PAGES, CachePlan, WriteBack
 from hisparse.residency.coordinator import HiSparseCoordinator
 from hisparse.residency.prefix_hits import PrefixHit
 
@@ -41,6 +41,8 @@ class Demand:
 
     def may_spill(self, plan: CachePlan) -> bool:
         """Whether its pages may leave the device: not if a hot lease would take more than they do."""
+        if plan.config.write_back is WriteBack.NEVER:
+            return False
         return self.on_host or self.total > plan.host_backed_blocks
 
 
@@ -65,6 +67,15 @@ class Supply:
             indexer_free=kv.index_pool.num_free,
         )
 
+    def rooms(self) -> tuple[int, ...]:
+        """The numbers that `may_start` compares, larger is better: a refusal stands until one of them has grown."""
+        return (
+            -self.promised,
+            self.slab_free + self.reclaimable,
+            self.slab_free + self.host_free,
+            self.indexer_free,
+        )
+
 
 def can_ever_run(plan: CachePlan, demand: Demand) -> Admission:
     """Whether the request would fit with all pools to itself. NEVER carries the sizes that would do."""
@@ -75,6 +86,11 @@ def can_ever_run(plan: CachePlan, demand: Demand) -> Admission:
         return Admission(Verdict.NEVER, indexer_short=short, reason=reason)
     if demand.total <= plan.usable_device_blocks:
         return GRANTED
+    if plan.config.write_back is WriteBack.NEVER:
+        short = demand.total - plan.usable_device_blocks
+        needed = (plan.num_device_blocks + short) * plan.device.payload_bytes
+        reason = f"{demand.total} pages that never leave the device need a device budget of {needed} bytes"
+        return Admission(Verdict.NEVER, slab_short=short, reason=reason)
     beside_hot = plan.usable_device_blocks - plan.hot_blocks
     host_usable = plan.num_host_blocks - 1
     short = demand.total - beside_hot - host_usable

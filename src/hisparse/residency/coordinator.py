@@ -64,6 +64,7 @@ class HiSparseCoordinator:
         self._order = SpillOrder()
         self._blocks_on_their_way = 0
         self._newly_backed: list[str] = []
+        self._leaving: list[tuple[RequestPages, int]] = []
 
     # Requests.
 
@@ -71,6 +72,7 @@ class HiSparseCoordinator:
         """Know a request. `tokens` (typecode "i") stays the caller's and may only be appended to."""
         if request_id in self._requests:
             raise InvariantError(f"request {request_id} is already known")
+        may_spill = may_spill and self.write_back is not WriteBack.NEVER
         self._requests[request_id] = RequestPages(request_id, slot, tokens, may_spill)
 
     def pages(self, request_id: str) -> RequestPages:
@@ -130,6 +132,9 @@ class HiSparseCoordinator:
         for transaction in self._transactions.open():
             if transaction.owner is pages:
                 transaction.owner = None
+        staying = [(owner, page) for owner, page in self._leaving if owner is not pages]
+        self._blocks_on_their_way -= len(self._leaving) - len(staying)
+        self._leaving = staying
         self.host_pool.release(cast("list[HostBlockId]", [block for block in pages.host if block != NULL_BLOCK]))
         self.kv.remove(request_id)
         self._log.reset(pages.slot)
@@ -138,7 +143,7 @@ class HiSparseCoordinator:
 
     @property
     def blocks_on_their_way(self) -> int:
-        """Device blocks that become free when the spills in flight are acknowledged as enqueued."""
+        """Device blocks that become free when the spills that were begun take effect."""
         return self._blocks_on_their_way
 
     def num_reclaimable(self) -> int:
@@ -189,7 +194,7 @@ class HiSparseCoordinator:
         """Begin to spill up to `limit` pages, fewer when the host pool is full. Returns how many."""
         chosen = pages.spillable(limit)
         was_whole = not pages.num_host_backed
-        num_shared = self.totals.shared_spills
+        num_leaving = len(self._leaving)
         copied: list[int] = []
         copies: list[PageCopy] = []
         resident = self.kv.resident.blocks(pages.request_id)
@@ -201,7 +206,11 @@ class HiSparseCoordinator:
             device_block = DeviceBlockId(resident[page])
             self._blocks_on_their_way += 1
             if twin is not None:
-                self._spill_without_copy(pages, page, twin)
+                # The host holds these bytes already, valid and published: share them.
+                self.host_pool.lease(twin)
+                pages.host[page] = twin
+                self._leaving.append((pages, page))
+                self.totals.shared_spills += 1
                 continue
             (host_block,) = self.host_pool.allocate(1)
             self.host_pool.lease(host_block)
@@ -214,14 +223,7 @@ class HiSparseCoordinator:
         self._order.refresh(pages)
         if was_whole and pages.num_host_backed:
             self._newly_backed.append(pages.request_id)
-        return len(copies) + self.totals.shared_spills - num_shared
-
-    def _spill_without_copy(self, pages: RequestPages, page: int, twin: HostBlockId) -> None:
-        """The host holds these bytes already, valid and published: share them."""
-        self.host_pool.lease(twin)
-        pages.host[page] = twin
-        self.totals.shared_spills += 1
-        self._leave_device(pages, page)
+        return len(copies) + len(self._leaving) - num_leaving
 
     def _begin(self, pages: RequestPages, chosen: Iterable[int], copies: list[PageCopy], direction: Direction) -> None:
         numbers = tuple(chosen)
@@ -243,10 +245,22 @@ class HiSparseCoordinator:
     # The worker's side of the conversation.
 
     def take_transfers(self) -> tuple[SparseKVPageTransfer, ...]:
-        """Transfers begun since the last call, for the next command."""
+        """Transfers begun since the last call, for the next command, whose table updates were taken already.
+
+        Pages that leave without a copy leave here. Like those that are copied, they are still on the device in the
+        command at hand: it may decode requests that will take a hot lease only for the next one.
+        """
         transfers = tuple(self._outbox)
         self._outbox.clear()
+        for pages, page in self._leaving:
+            self._leave_device(pages, page)
+        self._leaving.clear()
         return transfers
+
+    @property
+    def leaving(self) -> frozenset[tuple[RequestPages, int]]:
+        """Pages that are SPILLING without a copy, because the host holds their bytes already."""
+        return frozenset(self._leaving)
 
     @property
     def num_in_flight(self) -> int:

@@ -20,10 +20,11 @@ def check_coordinator(
     """Raise `InvariantError` naming the ids and states that contradict each other."""
     pins: Counter[int] = Counter()
     host: Counter[int] = Counter()
+    leaving = coordinator.leaving
     for pages in requests:
-        _check_pages(pages, coordinator.kv.resident.blocks(pages.request_id))
+        _check_pages(pages, coordinator.kv.resident.blocks(pages.request_id), leaving)
         host.update(block for block in pages.host if block != NULL_BLOCK)
-    on_their_way = 0
+    on_their_way = len(leaving)
     for transaction in log.open():
         enqueued = log.is_enqueued(transaction)
         for copy in transaction.transfer.copies:
@@ -43,7 +44,7 @@ def check_coordinator(
             raise InvariantError(f"host block {block} has {leases} leases, its users account for {host[block]}")
 
 
-def _check_pages(pages: RequestPages, table: Sequence[int]) -> None:
+def _check_pages(pages: RequestPages, table: Sequence[int], leaving: frozenset[tuple[RequestPages, int]]) -> None:
     for page, state in enumerate(pages.state):
         on_device = table[page] != NULL_BLOCK
         on_host = pages.host[page] != NULL_BLOCK
@@ -57,8 +58,10 @@ def _check_pages(pages: RequestPages, table: Sequence[int]) -> None:
                 f"page {page} of request {pages.request_id} is {PageState(state).name} with device block "
                 f"{table[page]} and host block {pages.host[page]}"
             )
-        if state == PageState.SPILLING and page not in pages.in_flight:
-            raise InvariantError(f"page {page} of request {pages.request_id} is SPILLING in no transfer")
+        if state == PageState.SPILLING and (page in pages.in_flight) == ((pages, page) in leaving):
+            raise InvariantError(
+                f"page {page} of request {pages.request_id} is SPILLING in no transfer, or in two ways"
+            )
         if state != PageState.RESIDENT and page >= pages.num_sealed:
             raise InvariantError(f"page {page} of request {pages.request_id} left the device before it was sealed")
     backed = len(pages.state) - pages.state.count(PageState.RESIDENT)

@@ -6,7 +6,8 @@
 
 A page is RESIDENT from the moment it gets a device block. SPILLING pages still read from the device. A HOST page
 whose copy is enqueued but not completed may be read by work ordered behind the copy; only its completion makes the
-bytes fit to be published.
+bytes fit to be published. A page whose bytes the host holds already needs no copy: it is SPILLING until the command at
+hand is built, so that no command reads a page from the host that was resident when its work was chosen.
 """
 
 from array import array
