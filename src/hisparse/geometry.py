@@ -6,7 +6,7 @@ contiguous range and every layer's view of the allocation starts at an offset of
     block b │ layer 0: row 0 … row bs-1 │ layer 1: row 0 … row bs-1 │ … │ padding up to block_stride │
 
 Row stride and row bytes differ only where alignment pays: rows in host memory start on 128-byte lines, because a
-gather over PCIe fetches whole lines (the measurements stand in benchmarks/README.md).
+gather over PCIe fetches whole lines (benchmarks/README.md says where its rate is measured).
 """
 
 from dataclasses import dataclass

@@ -8,6 +8,7 @@ import torch
 from hisparse.errors import InputError
 from hisparse.geometry import PagedLayout
 from hisparse.kernels.contract import EMPTY, BlockTables, HotState, MissPlan, ResolverCounters, Selection
+from hisparse.kernels.cuda import ops
 from hisparse.kernels.cuda.resolver import CudaResolver
 from hisparse.kernels.reference import ReferenceResolver
 from hisparse.testing.resolver_cases import Case, CaseShape, LayerRows
@@ -180,6 +181,46 @@ def test_a_graph_replays_on_inputs_that_changed(resolver: CudaResolver) -> None:
         assert int(served.state.step) == step + 1
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_the_operators_compile_into_one_graph(resolver: CudaResolver, backend: str) -> None:
+    served = Served.build(4, 4096, 512)
+    row_slot = torch.arange(4, dtype=torch.int32, device="cuda")
+    layouts = ops.layout_numbers(served.source.layout) + ops.layout_numbers(served.destination.layout)
+    host, scratch = served.source.storage, torch.zeros(2 + 8192, dtype=torch.int32, device="cuda")
+
+    def step(
+        positions: torch.Tensor,
+        tables: list[torch.Tensor],
+        state: list[torch.Tensor],
+        slab: torch.Tensor,
+        plan: list[torch.Tensor],
+        counters: list[torch.Tensor],
+    ) -> torch.Tensor:
+        out = torch.empty_like(positions)
+        ops.resolve(out, [positions, row_slot], tables, state, host, slab, plan, counters, scratch, layouts)
+        ops.move_rows(plan[1], plan[2], plan[0], host, slab, layouts, counters[0])
+        return out + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for index in range(4):
+        selection, twin = drifting(row_slot, 4096, 256, index), served.twin()
+        totals = served.counters.totals.clone()
+        rows = compiled(
+            selection.positions,
+            [served.tables.resident, served.tables.host, served.tables.hot],
+            [served.state.position_of, served.state.hot_row_of, served.state.stamp, served.state.step],
+            served.destination.storage,
+            [served.plan.count, served.plan.host_row, served.plan.slab_row],
+            [served.counters.totals, served.counters.status],
+        )
+        twin.resolve(ReferenceResolver(), selection)
+        assert torch.equal(served.marks(rows - 1), served.host_rows(selection))
+        twin.counters.totals[3] *= 2
+        assert torch.equal(served.counters.totals - totals, twin.counters.totals)
+    assert int(served.state.step) == 4
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_call_waits_for_the_device(resolver: CudaResolver) -> None:
     served = Served.build(4, 4096, 512)
     selection = drifting(torch.arange(4, dtype=torch.int32, device="cuda"), 4096, 256, 0)
@@ -192,8 +233,8 @@ def test_no_call_waits_for_the_device(resolver: CudaResolver) -> None:
         resolver.reset_slots(served.state, slots)
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         step()
         with pytest.raises(RuntimeError, match="synchroniz"):
             served.plan.count.item()

@@ -15,6 +15,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from hisparse.cli.doctor import doctor
 from hisparse.cli.generate import generate
 from hisparse.errors import BackendError, InputError
 
@@ -53,6 +54,7 @@ def _root(
 
 
 app.command(name="generate")(generate)
+app.command(name="doctor")(doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

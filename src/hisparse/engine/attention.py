@@ -5,6 +5,7 @@ never expanded. Inside, everything is float32: a row's result does not depend on
 where its KV came from, bit for bit. (Batched matrix products treat each row of a pass as a matrix of its own.)
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,10 +64,12 @@ def split_weights(module: Any) -> MlaWeights:
     )
 
 
-def absorb_query(q_nope: torch.Tensor, q_rope: torch.Tensor, weights: MlaWeights) -> torch.Tensor:
-    """Queries `[T, H, nope]` and `[T, H, rope]` in the space of stored rows: float32 `[T, H, lora + rope]`."""
-    latent = torch.bmm(q_nope.float().transpose(0, 1), weights.w_uk.float()).transpose(0, 1)
-    return torch.cat([latent, q_rope.float()], dim=-1)
+def absorb_query(
+    q_nope: torch.Tensor, q_rope: torch.Tensor, weights: MlaWeights, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Queries `[T, H, nope]` and `[T, H, rope]` in the space of stored rows: `[T, H, lora + rope]` of `dtype`."""
+    latent = torch.bmm(q_nope.to(dtype).transpose(0, 1), weights.w_uk.to(dtype)).transpose(0, 1)
+    return torch.cat([latent, q_rope.to(dtype)], dim=-1)
 
 
 def attend(query: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor, weights: MlaWeights) -> torch.Tensor:
@@ -82,9 +85,9 @@ def attend(query: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor, weights
     return torch.bmm(probabilities, rows[..., : weights.lora])
 
 
-def expand_values(latents: torch.Tensor, weights: MlaWeights) -> torch.Tensor:
-    """Weighted latents `[T, H, lora]` as attention outputs, float32 `[T, H, v]`."""
-    return torch.bmm(latents.transpose(0, 1), weights.w_uv.float().transpose(1, 2)).transpose(0, 1)
+def expand_values(latents: torch.Tensor, weights: MlaWeights, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Weighted latents `[T, H, lora]` as attention outputs, `[T, H, v]` of `dtype`."""
+    return torch.bmm(latents.to(dtype).transpose(0, 1), weights.w_uv.to(dtype).transpose(1, 2)).transpose(0, 1)
 
 
 def absorbed_mla(
@@ -97,14 +100,53 @@ def absorbed_mla(
     return expand_values(attend(absorb_query(q_nope, q_rope, weights), rows, valid, weights), weights)
 
 
-class LayerAttention:
-    """Attention of one layer: gathers what decode rows resolved, stages what prefill rows selected."""
+class RowAttention(Protocol):
+    """How query rows attend to physical rows of one layer, once those can be read on the device."""
 
-    def __init__(self, cache: LayerCache, weights: MlaWeights, *, follows: bool) -> None:
-        """`follows`: the layer reuses an earlier layer's selection."""
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the queries that it takes, and in which its results are expanded."""
+        ...
+
+    def pass_size(self, query: torch.Tensor, selected: torch.Tensor) -> int:
+        """Query rows of a prefill that are staged at once, at most."""
+        ...
+
+    def __call__(self, query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """`query` `[t, H, lora + rope]` over `rows`, int32 `[t, K]`, -1 for none: float32 `[t, H, lora]`."""
+        ...
+
+
+class GatheredRows:
+    """`RowAttention` in plain torch: copies of the rows first, in passes of bounded size."""
+
+    dtype = torch.float32
+
+    def __init__(self, cache: LayerCache, weights: MlaWeights) -> None:
+        self._cache = cache
+        self._weights = weights
+
+    def pass_size(self, query: torch.Tensor, selected: torch.Tensor) -> int:
+        """Query rows whose gathered KV is about `PASS_BYTES`."""
+        return int(max(1, PASS_BYTES // (4 * selected.shape[1] * query.shape[2])))
+
+    def __call__(self, query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        size = self.pass_size(query, rows)
+        passes = zip(query.split(size), rows.split(size), strict=True)
+        return torch.cat([attend(q, self._cache.gather(r), r >= 0, self._weights) for q, r in passes])
+
+
+class LayerAttention:
+    """Attention of one layer: reads what decode rows resolved, stages what prefill rows selected."""
+
+    def __init__(
+        self, cache: LayerCache, weights: MlaWeights, *, follows: bool, attend_rows: RowAttention | None = None
+    ) -> None:
+        """`follows`: the layer reuses an earlier layer's selection. `attend_rows`: `GatheredRows` when None."""
         self._cache = cache
         self._weights = weights
         self._follows = follows
+        self._attend_rows = attend_rows if attend_rows is not None else GatheredRows(cache, weights)
 
     def __call__(self, query: torch.Tensor, indices: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """One step's attention.
@@ -115,40 +157,25 @@ class LayerAttention:
         if self._follows and batch.num_decode:
             self._cache.load_followed()
         by_row, selected = query[0].transpose(0, 1), indices[0]
-        absorbed = absorb_query(by_row[..., : self._weights.nope], by_row[..., self._weights.nope :], self._weights)
+        dtype, nope = self._attend_rows.dtype, self._weights.nope
+        absorbed = absorb_query(by_row[..., :nope], by_row[..., nope:], self._weights, dtype)
         decode = batch.num_decode
         latents = torch.cat(
             [
-                self._attend_decode(absorbed[:decode], selected[:decode]),
-                self._attend_prefill(absorbed[decode:], selected[decode:], batch.slots[decode:]),
+                self._attend_rows(absorbed[:decode], selected[:decode]),
+                *self._attend_prefill(absorbed[decode:], selected[decode:], batch.slots[decode:]),
             ]
         )
-        return expand_values(latents, self._weights).to(query.dtype).unsqueeze(0)
+        return expand_values(latents, self._weights, dtype).to(query.dtype).unsqueeze(0)
 
-    def _attend_decode(self, query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        size = self._pass_size(query, rows)
-        passes = zip(query.split(size), rows.split(size), strict=True)
-        return torch.cat([self._attend_rows(q, r) for q, r in passes])
-
-    def _attend_prefill(self, query: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def _attend_prefill(
+        self, query: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
         """Pass by pass: each takes as many rows as the staging blocks serve together."""
-        size = self._pass_size(query, positions)
-        parts = [self._nothing(query)]
+        size = self._attend_rows.pass_size(query, positions)
         start = 0
         while start < query.shape[0]:
             window = slice(start, start + size)
             rows = self._cache.stage(positions[window], slots[window])
-            parts.append(self._attend_rows(query[start : start + rows.shape[0]], rows))
+            yield self._attend_rows(query[start : start + rows.shape[0]], rows)
             start += rows.shape[0]
-        return torch.cat(parts)
-
-    def _attend_rows(self, query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return attend(query, self._cache.gather(rows), rows >= 0, self._weights)
-
-    @staticmethod
-    def _pass_size(query: torch.Tensor, selected: torch.Tensor) -> int:
-        """Query rows whose gathered KV is about `PASS_BYTES`."""
-        return int(max(1, PASS_BYTES // (4 * selected.shape[1] * query.shape[2])))
-
-    def _nothing(self, query: torch.Tensor) -> torch.Tensor:
-        return query.new_empty((0, query.shape[1], self._weights.lora))

@@ -30,6 +30,8 @@ class EngineConfig:
     copy_delay: int = 0
     seed: int = 0
     keep_logits: bool = False
+    cuda_graphs: bool = True
+    fixed_shapes: bool = False
     debug: bool = False
 
     def __post_init__(self) -> None:

@@ -24,7 +24,8 @@ from hisparse.engine.sampler import SamplingParams, sample
 from hisparse.engine.scheduler import ScheduledStep, Scheduler
 from hisparse.engine.stats import BytesMoved, EngineStats, KVUse, PageWatch, RowUse
 from hisparse.errors import InputError, InvariantError
-from hisparse.worker import CopyDelay, CpuBackend, HiSparseWorker
+from hisparse.kernels.triton_ops import require_triton
+from hisparse.worker import Backend, CopyDelay, CpuBackend, HiSparseWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +67,15 @@ class Engine:
         self.plan = config.plan(loaded.geometry)
         root = root_key(loaded.name, loaded.geometry.row.name, config.block_size)
         self.scheduler = Scheduler(self.plan, config.chunk_tokens, root)
-        backend = CpuBackend(CopyDelay(config.seed, config.copy_delay))
-        self.worker = HiSparseWorker(self.plan, self.scheduler.kv.staging, backend=backend)
+        self.worker = HiSparseWorker(self.plan, self.scheduler.kv.staging, backend=_backend(loaded, config))
         self.connector = HiSparseConnector.for_worker(self.worker)
-        self.runner = DsaModelRunner(loaded, self.worker)
+        self.runner = _runner(loaded, self.worker, config)
         self._requests: dict[str, Request] = {}
         self._texts: dict[str, TextStream] = {}
         self._ids = itertools.count()
         self._watch = PageWatch()
         self._closed = False
+        self._failed = False
 
     # Requests.
 
@@ -98,7 +99,9 @@ class Engine:
         return request_id
 
     def abort(self, request_id: str) -> None:
-        """End a request early; what it has generated stays in its result."""
+        """End a request early; what it has generated stays in its result. Raises `InputError` for an unknown id."""
+        if request_id not in self._requests:
+            raise InputError(f"there is no request {request_id!r} to abort")
         self.scheduler.finish(self._requests[request_id])
 
     # Steps.
@@ -109,7 +112,18 @@ class Engine:
             yield self.step()
 
     def step(self) -> StepOutput:
-        """One step. It may compute nothing, when all requests wait for copies."""
+        """One step. It may compute nothing, when all requests wait for copies.
+
+        A step that fails leaves rows half written, so after one the engine can only be closed.
+        """
+        if self._closed or self._failed:
+            raise InvariantError("this engine was closed" if self._closed else "a step of this engine failed")
+        self._failed = True
+        output = self._step()
+        self._failed = False
+        return output
+
+    def _step(self) -> StepOutput:
         step = self.scheduler.schedule()
         self.connector.bind_connector_metadata(step.meta)
         self.connector.start_load_kv()
@@ -124,7 +138,7 @@ class Engine:
         if any(token.finish_reason for token in tokens):
             self.scheduler.restore_idle()
         if self.config.debug:
-            self.scheduler.assert_invariants()
+            self._assert_invariants()
         return StepOutput(sum(count for _, count in step.prefills), len(step.decodes), tokens)
 
     def _forward(self, step: ScheduledStep) -> list[tuple[Request, int]]:
@@ -145,6 +159,11 @@ class Engine:
                 request.logits.append(row.clone())
         tokens = sample(logits, [r.params for r in requests], [r.num_output for r in requests]) if requests else []
         return list(zip(requests, tokens, strict=True))
+
+    def _assert_invariants(self) -> None:
+        self.scheduler.assert_invariants()
+        if missing := self.worker.tables.num_missing():
+            raise InvariantError(f"{missing} rows of this or an earlier step had no block to go to")
 
     def _take_token(self, request: Request, token: int) -> TokenOutput:
         now = time.monotonic()
@@ -226,3 +245,21 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _backend(loaded: LoadedModel, config: EngineConfig) -> Backend:
+    if loaded.model.device.type == "cpu":
+        return CpuBackend(CopyDelay(config.seed, config.copy_delay))
+    require_triton()
+    # Loaded where it is used: without a GPU neither its driver nor its compilers need be there.
+    from hisparse.worker.cuda import CudaBackend
+
+    return CudaBackend(loaded.model.device)
+
+
+def _runner(loaded: LoadedModel, worker: HiSparseWorker, config: EngineConfig) -> DsaModelRunner:
+    if loaded.model.device.type == "cpu":
+        return DsaModelRunner(loaded, worker)
+    from hisparse.engine.cuda_runner import CudaModelRunner
+
+    return CudaModelRunner(loaded, worker, config)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface
 
-from hisparse.engine.attention import LayerAttention, LayerCache, split_weights
+from hisparse.engine.attention import LayerAttention, LayerCache, MlaWeights, split_weights
 from hisparse.engine.batch import PrefillSegment, StepBatch
 from hisparse.engine.indexer import KeyRows, KeyStore, LeaderIndexer
 from hisparse.engine.models import LoadedModel
@@ -94,10 +94,7 @@ class DsaModelRunner:
             raise InvariantError(f"{loaded.name} has {geometry.num_layers} layers, the worker {len(worker.handles)}")
         modules = [layer.self_attn for layer in self.model.model.layers]
         self._leaders = {layer: index for index, layer in enumerate(geometry.leaders)}
-        self._attention = [
-            LayerAttention(worker.handles[layer], split_weights(module), follows=layer not in self._leaders)
-            for layer, module in enumerate(modules)
-        ]
+        self._attention = [self._make_attention(layer, split_weights(module)) for layer, module in enumerate(modules)]
         self._indexers = {
             layer: LeaderIndexer(modules[layer].indexer, index, worker.indexer)
             for layer, index in self._leaders.items()
@@ -111,8 +108,10 @@ class DsaModelRunner:
 
         Returns float32 `[len(batch.logit_rows), vocab]`, in the order of `batch.logit_rows`.
         """
-        step = StepCache(self, batch)
-        device = batch.token_ids.device
+        return self._forward(StepCache(self, batch))
+
+    def _forward(self, step: StepCache) -> torch.Tensor:
+        batch, device = step.batch, step.batch.token_ids.device
         arguments = {self._cache_argument: step, _STEP: step}
         with torch.no_grad():
             output = self.model(
@@ -132,12 +131,19 @@ class DsaModelRunner:
         `tokens`: hidden states, query residual and position embeddings, as the stock indexer is given them.
         """
         batch = step.batch
-        selected = self._indexers[layer].select(*tokens, step.key_write_rows, step.key_rows)
+        selected = self._positions(layer, step, tokens)
         if batch.num_decode:
             positions, staged_later = selected.split([batch.num_decode, batch.num_tokens - batch.num_decode])
             selection = Selection(positions=positions, row_slot=batch.slots[: batch.num_decode].int())
             selected = torch.cat([self.worker.handles[layer].resolve(selection), staged_later])
         return selected.unsqueeze(0)
+
+    def _positions(self, layer: int, step: StepCache, tokens: tuple[Any, Any, Any]) -> torch.Tensor:
+        """What a leader's indexer selects, int32 `[T, topk]`; stores the step's index keys."""
+        return self._indexers[layer].select(*tokens, step.key_write_rows, step.key_rows)
+
+    def _make_attention(self, layer: int, weights: MlaWeights) -> LayerAttention:
+        return LayerAttention(self.worker.handles[layer], weights, follows=layer not in self._leaders)
 
     def attend(self, layer: int, query: torch.Tensor, indices: torch.Tensor, step: StepCache) -> torch.Tensor:
         """One layer's attention, `[1, T, H, v]`."""

@@ -73,6 +73,10 @@ class IndexerStore:
         """Copies of the keys in physical rows `[...]`, as `[..., dim]`. Negative rows give zeros."""
         return self._views[leader_index].read(rows, self.dtype)
 
+    def view(self, leader_index: int) -> PagedCacheView:
+        """One leader's keys, for kernels that read them in place."""
+        return self._views[leader_index]
+
     def close(self) -> None:
         """Let go of the memory. Every use raises from here on. Idempotent."""
         self._allocation.close()

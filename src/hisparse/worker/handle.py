@@ -10,7 +10,7 @@ from hisparse.kernels.contract import Selection
 from hisparse.worker.runtime import FollowerRuntime, LeaderRuntime
 from hisparse.worker.staging import StagePlan, StagingArea
 from hisparse.worker.stream import CopyStream
-from hisparse.worker.views import row_dtype
+from hisparse.worker.views import PagedCacheView, row_dtype
 
 
 @dataclass(slots=True)
@@ -65,6 +65,11 @@ class HiSparseCacheHandle:
     def runtime(self) -> LeaderRuntime | FollowerRuntime:
         """The state behind the handle, for tests and tools."""
         return self._runtime
+
+    @property
+    def slab(self) -> PagedCacheView:
+        """The layer's rows in the slab, for kernels that read resolved rows in place."""
+        return self._runtime.views.slab
 
     def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Store new tokens: `values` `[t, elems]` in the model's dtype (uint8 for packed rows) into rows `[t]`.

@@ -28,8 +28,15 @@ class CopyStream(Protocol):
         """Put copies in the stream, behind earlier copies and behind what was computed before this call."""
         ...
 
+    def begin_step(self) -> None:
+        """Called once before the step's own copies are submitted.
+
+        Whatever is computed after this call sees the bytes of every copy submitted before it.
+        """
+        ...
+
     def order_before_compute(self) -> None:
-        """Whatever is computed after this call sees the bytes of every copy submitted before it.
+        """Whatever is computed after this call sees the bytes of every copy of earlier steps.
 
         Called at each access of a cache, so it must be cheap when nothing was submitted since the last call.
         """
@@ -101,6 +108,9 @@ class CpuStream:
         submission = _Submission(self, copies, moves_at, seen_at)
         self._outstanding.append(submission)
         return submission
+
+    def begin_step(self) -> None:
+        """Nothing yet: copies stay late until something looks."""
 
     def order_before_compute(self) -> None:
         while self._outstanding:

@@ -7,8 +7,9 @@ import torch
 from hisparse.config import CachePlan
 from hisparse.errors import InvariantError, ProtocolError
 from hisparse.geometry import NULL_BLOCK
-from hisparse.kernels.contract import BlockTables
+from hisparse.kernels.contract import EMPTY, BlockTables
 from hisparse.protocol import Table, TableUpdate
+from hisparse.worker.upload import upload
 
 
 class WorkerTables:
@@ -22,6 +23,7 @@ class WorkerTables:
         self.block_size = plan.config.block_size
         self.num_slots = plan.config.max_running
         self.device = torch.device(device)
+        self._missing = torch.zeros((), dtype=torch.int64, device=device)
         self._num_blocks = {
             Table.RESIDENT: plan.num_device_blocks,
             Table.HOST: plan.num_host_blocks,
@@ -67,13 +69,18 @@ class WorkerTables:
     def physical_rows(self, table: Table, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Where the rows of `positions` of `slots` (int64 `[n]` each) lie in that table's pool: int64 `[n]`.
 
-        Raises `InvariantError` naming slot and position when one of them has no block there.
+        Raises `InvariantError` naming slot and position when one of them has no block there. On a GPU, where asking
+        would stop the stream, such a position gives row 0 of the null block, and unless its slot is -1 (padding) it
+        is counted in `num_missing`.
         """
         entries = self._tables[table]
         pages = positions // self.block_size
         inside = (slots >= 0) & (slots < self.num_slots) & (positions >= 0) & (pages < entries.shape[1])
         blocks = entries[slots.where(inside, 0), pages.where(inside, 0)].to(torch.int64)
         missing = ~inside | (blocks == NULL_BLOCK)
+        if self.device.type == "cuda":
+            self._missing += (missing & (slots != EMPTY)).sum()
+            return (blocks * self.block_size + positions % self.block_size).masked_fill(missing, 0)
         if bool(missing.any()):
             index = int(missing.nonzero()[0])
             raise InvariantError(
@@ -81,15 +88,19 @@ class WorkerTables:
             )
         return blocks * self.block_size + positions % self.block_size
 
+    def num_missing(self) -> int:
+        """Positions that were asked for on a GPU and had no block: 0, or the scheduler erred. Waits for the device."""
+        return int(self._missing)
+
     def _clear(self, slots: Sequence[int]) -> None:
         for entries in self._tables.values():
-            entries[torch.tensor(slots, dtype=torch.int64, device=entries.device)] = NULL_BLOCK
+            entries.index_fill_(0, upload(slots, torch.int64, entries.device), NULL_BLOCK)
 
     @staticmethod
     def _write(entries: torch.Tensor, cells: dict[int, int]) -> None:
         """One scattered write, each entry once: what a device does with repeated indices is not defined."""
-        indices = torch.tensor(list(cells.keys()), dtype=torch.int64).to(entries.device)
-        blocks = torch.tensor(list(cells.values()), dtype=torch.int32).to(entries.device)
+        indices = upload(list(cells.keys()), torch.int64, entries.device)
+        blocks = upload(list(cells.values()), torch.int32, entries.device)
         entries.view(-1)[indices] = blocks
 
     def _check_slot(self, slot: int, what: str) -> None:

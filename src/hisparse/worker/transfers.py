@@ -94,8 +94,8 @@ class TransferEngine:
         self._in_flight.append((ids, event))
 
     def _copies(self, direction: Direction, pages: Sequence[PageCopy]) -> BlockCopies:
-        device = torch.tensor([page.device_block for page in pages], dtype=torch.int64)
-        host = torch.tensor([page.host_block for page in pages], dtype=torch.int64)
+        device = torch.tensor([page.device_block for page in pages], dtype=torch.int64, device="cpu")
+        host = torch.tensor([page.host_block for page in pages], dtype=torch.int64, device="cpu")
         if direction is Direction.DEVICE_TO_HOST:
             return BlockCopies(self._device, self._host, device, host)
         return BlockCopies(self._host, self._device, host, device)

@@ -18,6 +18,7 @@ from hisparse.worker.runtime import CacheViews, FollowerRuntime, LeaderRuntime, 
 from hisparse.worker.staging import StagingArea
 from hisparse.worker.tables import WorkerTables
 from hisparse.worker.transfers import TransferEngine
+from hisparse.worker.upload import upload
 
 
 class HiSparseWorker:
@@ -82,12 +83,13 @@ class HiSparseWorker:
             raise ProtocolError(f"step {command.step} came after step {self._step}")
         self._step = command.step
         self._in_step = True
+        self._stream.begin_step()
         if command.is_empty:
             return
         self.transfers.enqueue(command.transfers)
         forgotten = self.tables.apply(command.resets, command.updates)
         if forgotten:
-            slots = torch.tensor(forgotten, dtype=torch.int64, device=self.tables.device)
+            slots = upload(forgotten, torch.int64, self.tables.device)
             for runtime in self._runtimes:
                 if isinstance(runtime, LeaderRuntime):
                     runtime.forget(slots)

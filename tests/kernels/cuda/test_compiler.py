@@ -34,6 +34,17 @@ def test_resolve_compiles_with_no_room_for_the_replacement_state(tmp_path: Path)
         assert compiler.compile_kernel(variant, (9, 0), tmp_path).startswith(ELF)
 
 
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+def test_clusters_of_every_size_compile(cluster: int, tmp_path: Path) -> None:
+    variant = Specialization("resolve_cluster", 256, 656, 2, use_bulk=True, cluster=cluster, selections=4)
+    assert compiler.compile_kernel(variant, (9, 0), tmp_path).startswith(ELF)
+
+
+def test_a_cluster_that_is_no_power_of_two_does_not_compile(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="a portable power of two"):
+        compiler.compile_kernel(Specialization("resolve_cluster", 256, 656, cluster=3), (9, 0), tmp_path)
+
+
 def test_a_struct_that_differs_between_host_and_kernel_does_not_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

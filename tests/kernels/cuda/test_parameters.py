@@ -1,6 +1,7 @@
 """Launches are decided from shapes alone: what is laid out fits, does not overlap, and fills the device once."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,9 +10,11 @@ from hypothesis import strategies as st
 from hisparse.errors import InputError
 from hisparse.kernels.cuda.parameters import (
     DeviceLimits,
+    ResolveLaunch,
     ResolveShape,
     Specialization,
     blocks_per_row,
+    cluster_size,
     move_blocks,
     plan_resolve,
     with_mover,
@@ -38,6 +41,18 @@ def test_shared_memory_is_within_the_device_and_its_parts_do_not_overlap(
         # The bits of 200,000 tokens and two bytes a hot row: only large sizes may fail.
         assert max_tokens // 8 + 2 * hot_rows > 64 * 1024
         return
+    if limits.has_clusters:
+        parts = cluster_parts(launch, num_rows)
+    else:
+        parts = team_parts(launch, max_tokens, num_rows, hot_rows)
+    for (_, end), (start, _) in itertools.pairwise(parts):
+        assert end <= start
+    assert all(start % 16 == 0 for start, _ in parts)
+    assert parts[-1][0] % 128 == 0
+    assert parts[-1][1] == launch.shared_bytes <= limits.shared_bytes - 8192
+
+
+def team_parts(launch: ResolveLaunch, max_tokens: int, num_rows: int, hot_rows: int) -> list[tuple[int, int]]:
     kernel, offsets = launch.specialization, launch.offsets
     assert offsets.miss_segments * 128 >= max_tokens
     ends = {
@@ -50,24 +65,61 @@ def test_shared_memory_is_within_the_device_and_its_parts_do_not_overlap(
         "rows": num_rows * 2,
         "stages": kernel.stage_bytes,
     }
-    parts = [(getattr(offsets, name), getattr(offsets, name) + size) for name, size in ends.items()]
-    for (_, end), (start, _) in itertools.pairwise(parts):
-        assert end <= start
-    assert all(start % 16 == 0 for start, _ in parts)
-    assert parts[-1][0] % 128 == 0
-    assert parts[-1][1] == launch.shared_bytes <= limits.shared_bytes - 8192
+    return [(getattr(offsets, name), getattr(offsets, name) + size) for name, size in ends.items()]
+
+
+def cluster_parts(launch: ResolveLaunch, num_rows: int) -> list[tuple[int, int]]:
+    kernel, offsets = launch.specialization, launch.cluster_offsets
+    ends = {
+        "missed": offsets.missed_words * 4,
+        "touched": offsets.touched_words * 4,
+        "bins": offsets.touched_words * 32 * 2,
+        "misses": offsets.capacity * 4,
+        "victims": offsets.capacity * 2,
+        "rows": num_rows * 2,
+        "stages": kernel.stage_bytes,
+    }
+    return [(getattr(offsets, name), getattr(offsets, name) + size) for name, size in ends.items()]
+
+
+@given(st.integers(1, 512), st.integers(1, 4096), st.integers(1, 32768), st.integers(1, 200_000))
+def test_the_blocks_of_a_cluster_cover_their_request(num_rows: int, topk: int, hot_rows: int, max_tokens: int) -> None:
+    launch = plan_resolve(ResolveShape(num_rows, topk, hot_rows, max_tokens, 656), H200)
+    kernel, offsets = launch.specialization, launch.cluster_offsets
+    assert launch.grid == (kernel.cluster, num_rows)
+    assert offsets.missed_words * 32 * kernel.cluster >= max_tokens
+    assert offsets.touched_words * 32 * kernel.cluster >= hot_rows
+    # Every miss that a request of up to 8 rows can have is listed, or there are more than hot rows.
+    columns = sum(1 for column in range(topk) if column // kernel.threads % kernel.cluster == 0)
+    assert offsets.capacity >= min(hot_rows, columns * min(num_rows, 8))
+    assert kernel.selections in (1, 2, 4)
+
+
+def test_a_cluster_shrinks_as_requests_fill_the_device() -> None:
+    assert [cluster_size(requests, H200) for requests in (1, 16, 17, 33, 34, 66, 67, 1000)] == [8, 8, 4, 4, 2, 2, 1, 1]
+
+
+def test_rows_of_the_same_requests_share_their_clusters() -> None:
+    union = ResolveShape(128, 2048, 10240, 32768, 656, num_slots=32)
+    assert plan_resolve(union, H200).specialization.cluster == 4
+    assert plan_resolve(replace(union, num_slots=128), H200).specialization.cluster == 1
+
+
+def test_devices_without_clusters_get_the_other_kernel() -> None:
+    shape = ResolveShape(1, 2048, 4096, 32768, 656)
+    for limits, name in ((A100, "resolve"), (H200, "resolve_cluster"), (RTX_5090, "resolve")):
+        assert plan_resolve(shape, limits).specialization.kernel == name
 
 
 def test_the_sizes_of_a_served_model_keep_their_state_in_shared_memory() -> None:
     for hot_rows in (4096, 10240):
-        kernel = plan_resolve(ResolveShape(1, 2048, hot_rows, 163_840, 656), H200).specialization
+        kernel = plan_resolve(ResolveShape(1, 2048, hot_rows, 163_840, 656), A100).specialization
         assert kernel.keep_positions
         assert kernel.keep_stamps
-        assert kernel.use_bulk
 
 
 def test_the_largest_hot_lease_fits_with_part_of_its_state_outside() -> None:
-    kernel = plan_resolve(ResolveShape(8, 4096, 32768, 163_840, 656), H200).specialization
+    kernel = plan_resolve(ResolveShape(8, 4096, 32768, 163_840, 656), A100).specialization
     assert not kernel.keep_stamps
 
 

@@ -35,8 +35,25 @@ class SharedOffsets(ctypes.Structure):
     )
 
 
+class ClusterOffsets(ctypes.Structure):
+    """The same for a kernel of clusters. The last three are sizes: words of both bit sets, misses of a block."""
+
+    _fields_ = (
+        ("missed", _I32),
+        ("touched", _I32),
+        ("bins", _I32),
+        ("misses", _I32),
+        ("victims", _I32),
+        ("rows", _I32),
+        ("stages", _I32),
+        ("missed_words", _I32),
+        ("touched_words", _I32),
+        ("capacity", _I32),
+    )
+
+
 class ResolveArgs(ctypes.Structure):
-    """Arguments of `resolve`. Pointers are device addresses; shapes stand in `source/layout.cuh`."""
+    """Arguments of both resolve kernels. Pointers are device addresses; shapes stand in `source/layout.cuh`."""
 
     _fields_ = (
         ("positions", _POINTER),
@@ -58,6 +75,7 @@ class ResolveArgs(ctypes.Structure):
         ("status", _POINTER),
         ("scratch", _POINTER),
         ("shared", SharedOffsets),
+        ("cluster", ClusterOffsets),
         ("num_rows", _I32),
         ("topk", _I32),
         ("num_slots", _I32),
@@ -66,7 +84,6 @@ class ResolveArgs(ctypes.Structure):
         ("hot_rows", _I32),
         ("max_tokens", _I32),
         ("num_positions", _I32),
-        ("reserved", _I32),
     )
 
 

@@ -71,7 +71,7 @@ def resolve(
         step.add_(1)
         return
     device = out.device.index
-    shape = ResolveShape(num_rows, topk, hot_rows, hot_row_of.shape[1], layouts[3])
+    shape = ResolveShape(num_rows, topk, hot_rows, hot_row_of.shape[1], layouts[3], num_slots)
     launch = plan_resolve(shape, driver.device_limits(device))
     arguments = ResolveArgs(
         *(tensor.data_ptr() for tensor in (positions, row_slot, out, *tables, position_of, hot_row_of, stamp, step)),
@@ -79,6 +79,7 @@ def resolve(
         _paged_rows(destination, layouts[LAYOUT_NUMBERS:]),
         *(tensor.data_ptr() for tensor in (*plan, *counters, scratch)),
         launch.offsets,
+        launch.cluster_offsets,
         num_rows,
         topk,
         num_slots,
@@ -90,7 +91,7 @@ def resolve(
     )
     with torch.cuda.device(device):
         kernel = driver.load(launch.specialization, device)
-        kernel.launch((num_rows, launch.blocks_per_row), launch.shared_bytes, arguments)
+        kernel.launch(launch.grid, launch.shared_bytes, arguments)
 
 
 @torch.library.custom_op("hisparse::move_rows", mutates_args={"destination", "totals"})

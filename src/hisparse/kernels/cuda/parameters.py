@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 from hisparse.config import MAX_HOT_ROWS, MAX_TOPK
 from hisparse.errors import InputError
 from hisparse.geometry import HOST_LINE_BYTES, align_up, ceil_div
-from hisparse.kernels.cuda.arguments import SharedOffsets
+from hisparse.kernels.cuda.arguments import ClusterOffsets, SharedOffsets
 
 WARP = 32
 RESOLVE_THREADS = 1024
+CLUSTER_THREADS = 256
+"""Of a block of `resolve_cluster`, which scans 1024 bins by four."""
+
 MOVE_THREADS = 512
 _ROWS_PER_BLOCK = 64
 """Rows that a block has under way: in several blocks, more than the link needs."""
@@ -22,6 +25,13 @@ MAX_BLOCKS_PER_ROW = 32
 MAX_ROWS = 8192
 """Rows of one step. A request's rows are listed in shared memory, two bytes each."""
 
+MAX_UNION_ROWS = 8
+"""Rows of one request whose misses a cluster is sure to list. Past that, misses may be refused like an overflow."""
+
+MAX_CLUSTER = 8
+"""The largest cluster that every device with clusters takes. Clusters of 16 were slower."""
+
+_MAX_SELECTIONS = 4
 _SEGMENT_POSITIONS = 128
 _STATIC_SHARED_BYTES = 8192
 """Shared memory that the kernels declare themselves, rounded up: histogram, barriers, scans."""
@@ -40,6 +50,11 @@ class DeviceLimits:
         """Whether the bulk copy engine is there."""
         return self.arch >= (9, 0)
 
+    @property
+    def has_clusters(self) -> bool:
+        """Whether blocks can share their memory in clusters. 12.x is left to the kernel that needs none."""
+        return (9, 0) <= self.arch < (12, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Specialization:
@@ -47,6 +62,7 @@ class Specialization:
 
     `threads` of a block; `rows_per_warp`: rows that a warp moves at once, by the bulk copy engine if `use_bulk`.
     `keep_positions`, `keep_stamps`: shared memory has room for a copy of this part of the replacement state.
+    `cluster`: blocks that share one request; `selections`: those that a thread has under way.
     """
 
     kernel: str
@@ -56,6 +72,8 @@ class Specialization:
     use_bulk: bool = False
     keep_positions: bool = False
     keep_stamps: bool = False
+    cluster: int = 1
+    selections: int = 1
 
     @property
     def stage_bytes(self) -> int:
@@ -72,18 +90,26 @@ class Specialization:
             ("USE_BULK", str(int(self.use_bulk))),
             ("KEEP_POSITIONS", str(int(self.keep_positions))),
             ("KEEP_STAMPS", str(int(self.keep_stamps))),
+            ("CLUSTER", str(self.cluster)),
+            ("SELECTIONS", str(self.selections)),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ResolveShape:
-    """Sizes of one call of `resolve`. `max_tokens`: columns of the inverse map."""
+    """Sizes of one call of `resolve`. `max_tokens`: columns of the inverse map. `num_slots` bounds the requests."""
 
     num_rows: int
     topk: int
     hot_rows: int
     max_tokens: int
     row_bytes: int
+    num_slots: int = MAX_ROWS
+
+    @property
+    def num_requests(self) -> int:
+        """The most requests that the rows can belong to."""
+        return max(1, min(self.num_rows, self.num_slots))
 
     def __post_init__(self) -> None:
         for name, limit in (("topk", MAX_TOPK), ("hot_rows", MAX_HOT_ROWS), ("num_rows", MAX_ROWS)):
@@ -93,12 +119,16 @@ class ResolveShape:
 
 @dataclass(frozen=True, slots=True)
 class ResolveLaunch:
-    """One launch of `resolve`: a grid of `num_rows` by `blocks_per_row`, with `shared_bytes` of dynamic memory."""
+    """One launch: of `resolve` with `offsets`, or of `resolve_cluster` with `cluster_offsets`; the other are zero.
+
+    `grid`: blocks in x and y. `shared_bytes`: dynamic shared memory of a block.
+    """
 
     specialization: Specialization
     offsets: SharedOffsets
+    cluster_offsets: ClusterOffsets
     shared_bytes: int
-    blocks_per_row: int
+    grid: tuple[int, int]
 
 
 def with_mover(kernel: Specialization, limits: DeviceLimits, shared_bytes: int) -> Specialization:
@@ -113,22 +143,49 @@ def with_mover(kernel: Specialization, limits: DeviceLimits, shared_bytes: int) 
 
 
 def plan_resolve(shape: ResolveShape, limits: DeviceLimits) -> ResolveLaunch:
-    """Shared memory, specialisation and grid of one call.
+    """Kernel, shared memory, specialisation and grid of one call.
 
     Raises `InputError` when the inverse of that many tokens does not fit the device's shared memory.
     """
+    return _plan_cluster(shape, limits) if limits.has_clusters else _plan_team(shape, limits)
+
+
+def _plan_team(shape: ResolveShape, limits: DeviceLimits) -> ResolveLaunch:
     available = limits.shared_bytes - _STATIC_SHARED_BYTES
     for kernel in _resolve_variants(shape.row_bytes):
         offsets, used = _lay_out(shape, kernel)
         if used <= available:
             break
     else:
-        raise InputError(
-            f"requests of {shape.max_tokens} tokens with {shape.hot_rows} hot rows need {used} bytes of shared memory "
-            f"a block; this device has {available}: lower max_tokens or hot_rows"
-        )
+        raise _too_large(shape, used, available)
     kernel = with_mover(kernel, limits, available - used)
-    return ResolveLaunch(kernel, offsets, used + kernel.stage_bytes, blocks_per_row(shape.num_rows, limits))
+    grid = (shape.num_rows, blocks_per_row(shape.num_rows, limits))
+    return ResolveLaunch(kernel, offsets, ClusterOffsets(), used + kernel.stage_bytes, grid)
+
+
+def _plan_cluster(shape: ResolveShape, limits: DeviceLimits) -> ResolveLaunch:
+    cluster = cluster_size(shape.num_requests, limits)
+    selections = ceil_div(shape.topk, cluster * CLUSTER_THREADS)
+    kernel = Specialization(
+        "resolve_cluster",
+        CLUSTER_THREADS,
+        shape.row_bytes,
+        cluster=cluster,
+        selections=2 if selections == 3 else min(selections, _MAX_SELECTIONS),
+    )
+    offsets, used = _lay_out_cluster(shape, cluster)
+    available = limits.shared_bytes - _STATIC_SHARED_BYTES
+    if used > available:
+        raise _too_large(shape, used, available)
+    kernel = with_mover(kernel, limits, available - used)
+    return ResolveLaunch(kernel, SharedOffsets(), offsets, used + kernel.stage_bytes, (cluster, shape.num_rows))
+
+
+def _too_large(shape: ResolveShape, used: int, available: int) -> InputError:
+    return InputError(
+        f"requests of {shape.max_tokens} tokens with {shape.hot_rows} hot rows need {used} bytes of shared memory "
+        f"a block; this device has {available}: lower max_tokens or hot_rows"
+    )
 
 
 def _resolve_variants(row_bytes: int) -> tuple[Specialization, ...]:
@@ -157,6 +214,35 @@ def _lay_out(shape: ResolveShape, kernel: Specialization) -> tuple[SharedOffsets
         used += align_up(size, 16)
     offsets.stages = align_up(used, HOST_LINE_BYTES)
     return offsets, offsets.stages
+
+
+def _lay_out_cluster(shape: ResolveShape, cluster: int) -> tuple[ClusterOffsets, int]:
+    """Where a block of `resolve_cluster` keeps what, and how many bytes lie before the rows under way."""
+    columns = min(shape.topk, ceil_div(shape.topk, cluster * CLUSTER_THREADS) * CLUSTER_THREADS)
+    capacity = min(shape.hot_rows, columns * min(shape.num_rows, MAX_UNION_ROWS))
+    missed_words = ceil_div(ceil_div(shape.max_tokens, 32), cluster)
+    touched_words = ceil_div(ceil_div(shape.hot_rows, 32), cluster)
+    sizes = {
+        "missed": missed_words * 4,
+        "touched": touched_words * 4,
+        "bins": touched_words * 64,
+        "misses": capacity * 4,
+        "victims": capacity * 2,
+        "rows": shape.num_rows * 2,
+    }
+    offsets = ClusterOffsets(missed_words=missed_words, touched_words=touched_words, capacity=capacity)
+    used = 0
+    for name, size in sizes.items():
+        setattr(offsets, name, used)
+        used += align_up(size, 16)
+    offsets.stages = align_up(used, HOST_LINE_BYTES)
+    return offsets, offsets.stages
+
+
+def cluster_size(num_requests: int, limits: DeviceLimits) -> int:
+    """Blocks that share one request: as many as fill the device once, a power of two."""
+    share = max(1, limits.num_multiprocessors // max(1, num_requests))
+    return min(MAX_CLUSTER, 1 << (share.bit_length() - 1))
 
 
 def blocks_per_row(num_rows: int, limits: DeviceLimits) -> int:

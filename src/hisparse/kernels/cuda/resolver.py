@@ -19,6 +19,9 @@ class CudaResolver:
     torch's caching allocator. Calls can be captured in a CUDA graph once each was made before with rows of the same
     size (the first one compiles). One object serves one stream at a time: its launches share scratch memory.
 
+    A request may have 8 rows in one call of `resolve`. With more it may be told, by -1 and `STATUS_UNION_OVERFLOW`,
+    that its union is too large although its hot rows would take it.
+
     Every method raises `InputError` for tensors that a kernel cannot take.
     """
 

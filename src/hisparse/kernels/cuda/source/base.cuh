@@ -49,3 +49,23 @@ __device__ __noinline__ ScanResult block_exclusive_sum(u32 value) {
   const u32 before_warp = __shfl_sync(ALL_LANES, of_warps, (warp_id() + WARP - 1) % WARP);
   return {inclusive - value + (warp_id() == 0 ? 0u : before_warp), total};
 }
+
+// Adds to a word that blocks of the device share: what this thread knows to have happened before happens before what
+// any thread does that finds the sum. A barrier passes that on to and from the rest of its block.
+__device__ __forceinline__ i32 atomic_add_acq_rel(i32* address, i32 value) {
+  i32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(__cvta_generic_to_global(address)), "r"(value)
+               : "memory");
+  return before;
+}
+
+__device__ __forceinline__ u64 atomic_add_acq_rel(u64* address, u64 value) {
+  u64 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(__cvta_generic_to_global(address)), "l"(value)
+               : "memory");
+  return before;
+}

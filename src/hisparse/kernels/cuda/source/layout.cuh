@@ -32,10 +32,25 @@ struct SharedOffsets {
 };
 static_assert(sizeof(SharedOffsets) == 36, "SharedOffsets is packed");
 
+// The same for a kernel of clusters: each block holds a share of what its request needs.
+struct ClusterOffsets {
+  i32 missed;        // u32[missed_words], one bit a logical position
+  i32 touched;       // u32[touched_words], one bit a hot row
+  i32 bins;          // u16[32 * touched_words], by hot row
+  i32 misses;        // i32[capacity], logical positions
+  i32 victims;       // u16[capacity], hot row by miss
+  i32 rows;          // u16[num_rows], the batch rows of this request
+  i32 stages;        // the row movers' buffers
+  i32 missed_words;  // a size, not an offset, as are the next two
+  i32 touched_words;
+  i32 capacity;
+};
+static_assert(sizeof(ClusterOffsets) == 40, "ClusterOffsets is packed");
+
 // Scratch words between the blocks of one launch. All are 0 between launches.
 struct Scratch {
-  i32 finished_blocks;
   i32 planned;
+  i32 finished;     // blocks, or clusters
   i32 arrivals[1];  // by the first batch row of a request
 };
 
@@ -63,6 +78,7 @@ struct ResolveArgs {
   i32* status;
   Scratch* scratch;
   SharedOffsets shared;
+  ClusterOffsets cluster;
   i32 num_rows;
   i32 topk;
   i32 num_slots;
@@ -71,7 +87,6 @@ struct ResolveArgs {
   i32 hot_rows;
   i32 max_tokens;
   i32 num_positions;  // what both the tables and the inverse map cover
-  i32 reserved;
 };
 
 constexpr i32 MAX_LAYERS = 16;

@@ -82,7 +82,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) resolve(const __grid_co
   const Positions prefetched = load_positions(args, row, threadIdx.x * AT_ONCE);
   if (slot < 0 || slot >= args.num_slots) {
     answer_padding(args, row, part);
-    if (threadIdx.x == 0) finish_block(args, now, 0);
+    __syncthreads();
+    if (threadIdx.x == 0) finish_block(args, now);
     return;
   }
 
@@ -105,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) resolve(const __grid_co
                     false};
   RowMover mover(shared + args.shared.stages);
   if (warp_id() == 0) list_team_rows(args, row, slot, lane_slot, rows, team_counts);
-  if (warp_id() == 1) read_lease(hot_blocks, args.hot_blocks, &lease);
+  if (warp_id() == 1) lease = read_lease(hot_blocks, args.hot_blocks);
   if (threadIdx.x < 3) sums[threadIdx.x] = 0u;
 #pragma unroll 1
   for (i32 bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0u;
@@ -129,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) resolve(const __grid_co
   const bool missed = classify(args, team, request, hot, misses, tally, first);
   tally.collect(sums);
   if (!__syncthreads_or(missed)) {
-    if (threadIdx.x == 0) finish_block(args, now, 0);
+    if (threadIdx.x == 0) finish_block(args, now);
     Tally::publish(sums, args.totals);
     return;
   }
@@ -150,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) resolve(const __grid_co
       if (threadIdx.x == 0) {
         const i32 share = max(0, (num_loaded - team.rank + team.size - 1) / team.size);
         plan_start = share > 0 ? atomicAdd(&args.scratch->planned, share) : 0;
-        finish_block(args, now, plan_start);
+        finish_block(args, now);
         if (team.rank == 0) count_request(args, num_misses, num_loaded);
       }
       if (is_last_reader(args, team)) commit(args, team, misses, victims, num_loaded, now);

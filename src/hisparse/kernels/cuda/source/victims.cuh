@@ -1,14 +1,8 @@
 // Exact LRU without an order to maintain: the rows with the largest keys go, and a key is how long ago the row was
 // read. A histogram over coarse keys finds the bin of the last row that must go; one scan gives every victim its rank.
 #pragma once
+#include "ages.cuh"
 #include "base.cuh"
-
-constexpr u32 EMPTY_ROW = 0xffffffffu;  // key of a row that holds nothing: goes first
-constexpr i32 DIGIT_BITS = 10;
-constexpr i32 BINS = 1 << DIGIT_BITS;
-constexpr u32 NO_BIN = 0;               // not a candidate: read by this step, or without a block
-constexpr u32 OLD_BIN = BINS - 2;       // this age and every larger one
-constexpr u32 EMPTY_BIN = BINS - 1;
 
 // The hot rows of one request.
 //
@@ -77,8 +71,8 @@ struct HotRows {
     }
     const int4 positions = load(KEEP_POSITIONS, kept_positions, position_of, quad, excluded);
     const int4 stamps = load(KEEP_STAMPS, kept_stamps, stamp, quad, excluded);
-    return make_int4(bin_of(excluded & 1u, positions.x, stamps.x), bin_of(excluded & 2u, positions.y, stamps.y),
-                     bin_of(excluded & 4u, positions.z, stamps.z), bin_of(excluded & 8u, positions.w, stamps.w));
+    return make_int4(bin(excluded & 1u, positions.x, stamps.x), bin(excluded & 2u, positions.y, stamps.y),
+                     bin(excluded & 4u, positions.z, stamps.z), bin(excluded & 8u, positions.w, stamps.w));
   }
 
   // Computes the bins once and for all. Each quad by one thread.
@@ -100,10 +94,8 @@ struct HotRows {
     return KEEP_POSITIONS ? kept_positions[row] : position_of[row];
   }
 
-  __device__ __forceinline__ i32 bin_of(u32 is_excluded, i32 position, i32 row_stamp) const {
-    const u32 row_age = static_cast<u32>(now) - static_cast<u32>(row_stamp);
-    const u32 bin = position < 0 ? EMPTY_BIN : min(max(row_age, 1u), OLD_BIN);
-    return static_cast<i32>(is_excluded ? NO_BIN : bin);
+  __device__ __forceinline__ i32 bin(u32 is_excluded, i32 position, i32 row_stamp) const {
+    return static_cast<i32>(bin_of(is_excluded != 0u, position, row_stamp, now));
   }
 
   // Four words of the state. Words of excluded rows may be anything.
