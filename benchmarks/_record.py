@@ -20,14 +20,14 @@ def record(name: str, rows: list[dict[str, Any]], args: argparse.Namespace) -> s
     """Write `results/<name>.json` and return its text: the rows, the options, and what they were measured on.
 
     A field that this machine cannot tell (a driver, a commit) is null. `uncommitted_changes` warns that the measured
-    sources are not those of the commit.
+    sources are not those of the commit. Where there is no repository, the environment may name the commit that the
+    sources were taken from, in `HISPARSE_COMMIT`; a `+` at its end says that they were changed since.
     """
     result = {
         "benchmark": name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", _relative(sys.argv[0]), *sys.argv[1:]]),
-        "commit": _first_line("git", "-C", str(ROOT), "rev-parse", "--quiet", "--verify", "HEAD"),
-        "uncommitted_changes": _first_line("git", "-C", str(ROOT), "status", "--porcelain", "--", "src") is not None,
+        **_commit(os.environ.get("HISPARSE_COMMIT", "")),
         "device": device(),
         "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "versions": {"python": platform.python_version()}
@@ -39,6 +39,14 @@ def record(name: str, rows: list[dict[str, Any]], args: argparse.Namespace) -> s
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     return text
+
+
+def _commit(named: str) -> dict[str, Any]:
+    if named:
+        return {"commit": named.rstrip("+"), "uncommitted_changes": named.endswith("+")}
+    commit = _first_line("git", "-C", str(ROOT), "rev-parse", "--quiet", "--verify", "HEAD")
+    changes = _first_line("git", "-C", str(ROOT), "status", "--porcelain", "--", "src")
+    return {"commit": commit, "uncommitted_changes": changes is not None}
 
 
 def device() -> dict[str, Any]:

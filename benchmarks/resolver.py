@@ -1,9 +1,11 @@
 """Times the CUDA resolver: µs per leader layer for fixed numbers of misses, and the rate of its copies.
 
-    python benchmarks/resolver.py [--json] [--only TEXT]
+    python benchmarks/resolver.py [--json] [--only TEXT] [--vllm-lib PATH]
 
 Needs a CUDA device. Times are medians from event to event around one launch, with the queue kept full, so they hold
-one launch and nothing of the host. The copies' rate stands beside that of the copy engine in the same process.
+one launch and nothing of the host. The copies' rate stands beside that of the copy engine in the same process. A
+synthetic trace follows at several sizes of the hot lease, with the miss rate of exact LRU. `--vllm-lib` adds the times
+of vLLM's operators on the same inputs.
 """
 
 import argparse
@@ -14,6 +16,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 from _record import RESULTS, record
+from _trace import selections
+from _vllm_ops import VllmResolver
 
 from hisparse.geometry import PagedLayout, RowFormat, align_up, ceil_div, device_blocks, host_blocks
 from hisparse.kernels.contract import BlockTables, HotState, MissPlan, ResolverCounters, Selection
@@ -26,6 +30,10 @@ WARM_STEPS = 8
 TIMED_STEPS = 40
 DISTINCT_CONTEXTS = 24
 """Requests beyond these share host pages: the rows that a step reads are scattered all the same."""
+TRACE_WARM_STEPS = 60
+TRACE_LEASES = (1, 2, 4)
+"""Hot rows, in units of the selection."""
+
 QUEUE_CYCLES = 40_000_000
 """How long a busy kernel holds the stream while the host fills the queue, in clock cycles."""
 
@@ -96,6 +104,9 @@ class Bench:
             torch.zeros(host.block_stride * host_blocks_total, dtype=torch.uint8, pin_memory=True),
             host.layer(0, host_blocks_total),
         )
+        # Every host row begins with its own number, so that copies are told apart.
+        words = self.source.storage.view(torch.int64).view(-1, self.source.layout.row_stride // 8)
+        words[:, 0] = torch.arange(words.shape[0])
         resident_pages = round(pages * scenario.resident)
         slab_total = 1 + slots * (hot_blocks + resident_pages)
         slab = device_blocks(row, 1, BLOCK)
@@ -184,6 +195,48 @@ def run_scenario(resolver: CudaResolver, scenario: Scenario, row_bytes: int) -> 
     return {"name": scenario.name, **asdict(scenario), "us": microseconds, "gb_per_s": rate}
 
 
+def run_trace(resolver: CudaResolver, requests: int, row_bytes: int) -> list[dict[str, object]]:
+    """Miss rate and time on the synthetic trace, for each size of the hot lease."""
+    steps = list(selections(requests, CONTEXT, TOPK, TRACE_WARM_STEPS + TIMED_STEPS))
+    results: list[dict[str, object]] = []
+    for lease in TRACE_LEASES:
+        bench = Bench(Scenario(requests, 0, 0.0, hot_rows=lease * TOPK), row_bytes)
+        bench.steps = steps
+        for step in range(TRACE_WARM_STEPS):
+            bench.select(step)
+            bench.run(resolver)
+        before = bench.counters.read()["miss"]
+        us = time_us(
+            lambda _: bench.run(resolver),  # noqa: B023
+            TIMED_STEPS,
+            before=lambda index: bench.select(TRACE_WARM_STEPS + index),  # noqa: B023
+        )
+        missed = (bench.counters.read()["miss"] - before) / (requests * TOPK * TIMED_STEPS)
+        name = f"trace, {requests} x {TOPK}, hot {lease}x"
+        results.append({"name": name, "requests": requests, "hot_rows": lease * TOPK, "us": us, "miss_rate": missed})
+    return results
+
+
+def run_vllm(path: str, resolver: CudaResolver, scenario: Scenario, row_bytes: int) -> dict[str, object]:
+    """Time vLLM's operators on the steps of a scenario. Raises `SystemExit` when the rows differ from ours."""
+    bench = Bench(scenario, row_bytes)
+    words, stride = row_bytes // 8, bench.source.layout.row_stride // 8
+    host = torch.empty(bench.source.layout.num_rows, words, dtype=torch.int64, pin_memory=True)
+    host.copy_(bench.source.storage.view(torch.int64).view(-1, stride)[:, :words])
+    sizes = (scenario.requests, TOPK, scenario.hot_rows, BLOCK)
+    vllm = VllmResolver(path, host.view(torch.uint8), (bench.tables.host, bench.tables.hot), sizes)
+    for step in range(WARM_STEPS):
+        bench.select(step)
+        ours = bench.destination.storage.view(torch.int64).view(-1, words)[bench.run(resolver).long(), 0]
+        theirs = vllm.hot.view(torch.int64).view(-1, words)[vllm.run(bench.positions).long(), 0]
+        if not torch.equal(ours, theirs):
+            raise SystemExit(f"{scenario.name}: vLLM's operators returned other rows than ours in step {step}")
+    us = time_us(
+        lambda _: vllm.run(bench.positions), TIMED_STEPS, before=lambda index: bench.select(WARM_STEPS + index)
+    )
+    return {"name": f"vLLM, {scenario.name}", "requests": scenario.requests, "misses": scenario.misses, "us": us}
+
+
 def copy_engine_rate() -> float:
     """GB/s of one 1 GiB copy from pinned memory."""
     host = torch.zeros(1 << 30, dtype=torch.uint8, pin_memory=True)
@@ -202,7 +255,7 @@ def gather_rates(resolver: CudaResolver, engine: float) -> list[dict[str, object
         source = Rows(host, PagedLayout(0, BLOCK * stride, stride, row_bytes, BLOCK, blocks))
         slab = torch.empty(65536 * row_bytes, dtype=torch.uint8, device="cuda")
         destination = Rows(slab, PagedLayout(0, BLOCK * row_bytes, row_bytes, row_bytes, BLOCK, 65536 // BLOCK))
-        for count in (2048, 16384, 65536):
+        for count in (128, 512, 2048, 4096, 16384, 65536):
             picks = [torch.randperm(total)[:count].cuda() for _ in range(5)]
             target = torch.arange(count, device="cuda")
             resolver.gather_rows(picks[0], target, source, destination)
@@ -219,6 +272,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help=f"also write {RESULTS.name}/resolver.json")
     parser.add_argument("--only", default="", help="run only scenarios whose name contains this")
     parser.add_argument("--row-bytes", type=int, default=656)
+    parser.add_argument("--vllm-lib", default="", metavar="PATH", help="shared library of vLLM's operators, to compare")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks/resolver.py needs a CUDA device", file=sys.stderr)
@@ -229,12 +283,21 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}; a launch that does nothing: {empty:.1f} us")
     print(f"{'requests x misses':<32}{'us':>9}{'goal':>8}{'GB/s':>8}")
     lines = []
-    for scenario in SCENARIOS:
-        if options.only not in scenario.name:
-            continue
+    chosen = [scenario for scenario in SCENARIOS if options.only in scenario.name]
+    for scenario in chosen:
         line = run_scenario(resolver, scenario, options.row_bytes)
         lines.append(line)
         print(f"{scenario.name:<32}{line['us']:>9.1f}{scenario.goal_us:>8.0f}{line['gb_per_s']:>8.1f}", flush=True)
+    if not options.only:
+        for requests in (1, 32):
+            for line in run_trace(resolver, requests, options.row_bytes):
+                lines.append(line)
+                print(f"{line['name']:<32}{line['us']:>9.1f}{'':>8}{line['miss_rate']:>8.1%} missed", flush=True)
+    for scenario in chosen if options.vllm_lib else ():
+        if scenario.rows == 1 and not scenario.resident:
+            line = run_vllm(options.vllm_lib, resolver, scenario, options.row_bytes)
+            lines.append(line)
+            print(f"{line['name']:<32}{line['us']:>9.1f}", flush=True)
     engine = copy_engine_rate()
     print(f"copy engine: {engine:.1f} GB/s")
     gathers = gather_rates(resolver, engine)
