@@ -3,6 +3,7 @@
 A baseline must not pay for what it does not do. Its followers have nothing to copy, and it counts nothing.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -40,6 +41,15 @@ class TableLookup:
 
     def replay_plan(
         self, plan: MissPlan, source: PagedRows, destination: PagedRows, counters: ResolverCounters
+    ) -> None:
+        """Nothing was missed."""
+
+    def replay_plan_layers(
+        self,
+        plan: MissPlan,
+        sources: Sequence[PagedRows],
+        destinations: Sequence[PagedRows],
+        counters: ResolverCounters,
     ) -> None:
         """Nothing was missed."""
 

@@ -48,7 +48,7 @@ class Decode:
         hot = 1 + torch.randperm(batch * hot_blocks, dtype=torch.int32).reshape(batch, hot_blocks)
         self.tables = BlockTables(torch.zeros(batch, pages, dtype=torch.int32), host.contiguous(), hot)
         self.state = HotState.allocate(batch, args.hot_rows, args.context, "cpu")
-        self.plan = MissPlan.allocate(batch * args.hot_rows, "cpu")
+        self.plan = MissPlan.allocate(batch, args.hot_rows, "cpu")
         self.counters = ResolverCounters.allocate("cpu")
         self.order = torch.stack([torch.randperm(args.context, dtype=torch.int32) for _ in range(batch)])
 

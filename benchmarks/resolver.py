@@ -125,7 +125,7 @@ class Bench:
         if scenario.resident == 1.0:
             self.tables.hot.zero_()  # a request leases hot rows only once it has rows on host
         self.state = HotState.allocate(slots, scenario.hot_rows, CONTEXT, "cuda")
-        self.plan = MissPlan.allocate(slots * scenario.hot_rows, "cuda")
+        self.plan = MissPlan.allocate(slots * scenario.rows, scenario.hot_rows, "cuda")
         self.counters = ResolverCounters.allocate("cuda")
         self.row_slot = torch.arange(slots, dtype=torch.int32).repeat_interleave(scenario.rows).cuda()
         first_host = resident_pages * BLOCK

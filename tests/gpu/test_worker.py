@@ -1,5 +1,7 @@
 """A worker on a GPU: the same world as on the CPU, with copies that really are late."""
 
+import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -8,9 +10,12 @@ import torch
 from hisparse.config import CachePlan
 from hisparse.errors import BackendError
 from hisparse.geometry import RowFormat
+from hisparse.kernels.contract import Selection
 from hisparse.protocol import Direction, Table, TableUpdate
+from hisparse.worker.runtime import ONE_LAUNCH_ROWS
 from tests.gpu.marks import NEEDS_GPU
-from tests.worker.world import BLOCK_SIZE, MAX_TOKENS, World, make_plan
+from tests.worker.late_side import rows_of
+from tests.worker.world import BLOCK_SIZE, MAX_TOKENS, NUM_SLOTS, TOPK, World, make_plan
 
 pytestmark = NEEDS_GPU
 
@@ -101,6 +106,93 @@ def test_a_prefill_pass_stages_host_rows(world: World) -> None:
         assert rows.shape == (2, 4)
         assert torch.equal(handle.gather(rows), world.expected(0, positions, layer))
     world.worker.finish_step()
+
+
+# Followers, whose copies run ahead.
+
+FOLLOWED = (0, 0, 0, 0, 4, 4)
+MANY = ONE_LAUNCH_ROWS + 1
+NUM_TOKENS = 5 * BLOCK_SIZE
+
+
+@pytest.fixture
+def followed(on_cuda: torch.device) -> Iterator[World]:
+    """A leader with three followers and one with one. Every slot has five pages, four of them on the host."""
+    from hisparse.worker.cuda import CudaBackend
+
+    world = World(CudaBackend(), plan=make_plan(leader_of=FOLLOWED, max_running=MANY))
+    for slot in range(NUM_SLOTS):
+        world.admit_on_host(slot, NUM_TOKENS // BLOCK_SIZE)
+    yield world
+    world.worker.close()
+
+
+def selection_of(num_rows: int) -> Selection:
+    """The first positions of every slot, and padding."""
+    return Selection(*rows_of([(slot, range(TOPK)) for slot in range(NUM_SLOTS)], num_rows))
+
+
+@pytest.mark.parametrize("num_rows", [NUM_SLOTS, MANY])
+def test_a_graph_replayed_on_changing_selections_gives_every_layer_its_bytes_without_a_wait(
+    followed: World, num_rows: int
+) -> None:
+    selection = selection_of(num_rows)
+    followed.forward(selection)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gathered = followed.forward(selection)
+    rng = random.Random(num_rows)
+    drawn = [[sorted(rng.sample(range(NUM_TOKENS), TOPK)) for _ in range(NUM_SLOTS)] for _ in range(40)]
+    chosen, seen = torch.tensor(drawn, dtype=torch.int32), []
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(len(drawn)):
+            selection.positions[:NUM_SLOTS].copy_(chosen[step])
+            # Every fourth step is not replayed: captured and launched ones use the same events.
+            if step % 4 == 3:
+                layers = followed.forward(selection)
+            else:
+                graph.replay()
+                layers = gathered
+            seen.append([layer[:NUM_SLOTS].clone() for layer in layers])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for step, layers in enumerate(seen):
+        for layer, got in enumerate(layers):
+            for slot in range(NUM_SLOTS):
+                expected = followed.truth(slot, chosen[step, slot], layer)
+                assert torch.equal(got[slot], expected), f"step {step}, layer {layer}, slot {slot}"
+    counters = followed.worker.counters()
+    assert counters["miss"] > 40
+    assert counters["bytes"] == counters["miss"] // 2 * 48 * len(FOLLOWED)
+    assert counters["unreachable"] == counters["status"] == 0
+
+
+@pytest.mark.parametrize("num_rows", [NUM_SLOTS, MANY])
+def test_followers_rows_arrive_while_their_leader_s_layer_computes(followed: World, num_rows: int) -> None:
+    from hisparse.worker.cuda.side import CudaSideStream
+
+    selection = selection_of(num_rows)
+    followed.forward(selection)
+    selection.positions[:NUM_SLOTS] += TOPK  # all of them misses
+    handles, side = followed.worker.handles, followed.worker.handles[0].runtime.context.side
+    assert isinstance(side, CudaSideStream)
+    torch.cuda.synchronize()
+    rows = handles[0].resolve(selection)
+    torch.cuda._sleep(400_000_000)
+    computed = torch.cuda.Event()
+    computed.record()
+    deadline = time.monotonic() + 10
+    while not side.stream.query() and time.monotonic() < deadline:
+        pass
+    assert side.stream.query()
+    assert not computed.query(), "the copies were over before what the leader's layer computed"
+    for layer in (1, 2, 3):
+        handles[layer].load_followed()
+        got = handles[layer].gather(rows)
+        for slot in range(NUM_SLOTS):
+            assert torch.equal(got[slot], followed.truth(slot, selection.positions[slot], layer))
 
 
 def test_rows_that_lie_alike_on_both_sides_travel_as_well(on_cuda: torch.device) -> None:

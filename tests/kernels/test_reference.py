@@ -16,7 +16,7 @@ from hisparse.kernels.contract import EMPTY, HotState, MissPlan, Resolver, Selec
 from hisparse.kernels.reference import ReferenceResolver
 from hisparse.kernels.row_copy import copy_rows
 from hisparse.testing.resolver_cases import Case, CaseShape
-from hisparse.testing.resolver_checker import ContractViolation, check_resolve
+from hisparse.testing.resolver_checker import ContractViolation, check_replay_layers, check_resolve
 from hisparse.testing.resolver_contract import on_host
 from hisparse.testing.resolver_oracle import NaiveResolver
 from hisparse.testing.resolver_random import random_shape, random_steps
@@ -44,14 +44,16 @@ def one_step(resolver: Resolver, case: Case, selection: Selection, ended: list[i
     rows = resolver.resolve(
         selection, case.tables, case.state, case.source(layer), case.destination(layer), case.plan, case.counters
     )
-    for follower in range(case.shape.num_layers):
-        resolver.replay_plan(case.plan, case.source(follower), case.destination(follower), case.counters)
+    layers = range(case.shape.num_layers)
+    sources, destinations = [case.source(layer) for layer in layers], [case.destination(layer) for layer in layers]
+    resolver.replay_plan_layers(case.plan, sources, destinations, case.counters)
+    resolver.replay_plan(case.plan, sources[-1], destinations[-1], case.counters)
     return rows
 
 
 def planned(case: Case) -> set[tuple[int, int]]:
-    count = int(case.plan.count)
-    return set(zip(case.plan.host_row[:count].tolist(), case.plan.slab_row[:count].tolist(), strict=True))
+    host_row, slab_row = case.plan.copies()
+    return set(zip(host_row.tolist(), slab_row.tolist(), strict=True))
 
 
 @settings(max_examples=60)
@@ -104,11 +106,11 @@ def test_hot_rows_without_a_block_are_never_used() -> None:
     assert outcome.counted["unreachable"] == 1
 
 
-def test_a_batch_without_rows_advances_the_step_alone() -> None:
+def test_a_batch_without_rows_changes_nothing() -> None:
     case = on_host(Case(CaseShape(), 1))
     outcome = check_resolve(ReferenceResolver(), case, case.select([]))
     assert outcome.rows.shape == (0, 8)
-    assert int(case.state.step) == 1
+    assert not case.state.step.any()
 
 
 def test_equally_old_victims_go_lowest_first_to_ascending_positions() -> None:
@@ -121,15 +123,16 @@ def test_what_the_plan_does_not_use_is_empty() -> None:
     case = on_host(Case(CaseShape(), 1))
     check_resolve(ReferenceResolver(), case, case.select([(0, range(8))]))
     check_resolve(ReferenceResolver(), case, case.select([(0, [8])]))
-    assert (case.plan.host_row[1:] == EMPTY).all()
-    assert (case.plan.slab_row[1:] == EMPTY).all()
+    assert case.plan.count.tolist() == [1] + [0] * (len(case.plan.count) - 1)
+    assert (case.plan.host_row.flatten()[1:] == EMPTY).all()
+    assert (case.plan.slab_row.flatten()[1:] == EMPTY).all()
 
 
 def test_a_plan_that_is_too_short_is_refused_before_anything_is_copied() -> None:
     case = on_host(Case(CaseShape(), 1))
-    case.plan = MissPlan.allocate(7, "cpu")
+    case.plan = MissPlan.allocate(1, 7, "cpu")
     slab = case.slab.clone()
-    with pytest.raises(InvariantError, match="7 copies cannot hold 8"):
+    with pytest.raises(InvariantError, match=r"1 rows of 7 copies cannot hold 1 rows of \[8\]"):
         one_step(ReferenceResolver(), case, case.select([(0, range(8))]), [])
     assert torch.equal(case.slab, slab)
 
@@ -241,7 +244,7 @@ def hides_an_overflow(patch: pytest.MonkeyPatch) -> None:
 
 
 def leaves_the_plan_of_before(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reference, "_record_plan", lambda plan, host_row, slab_row: None)
+    patch.setattr(reference, "_record_plan", lambda plan, row_slot, loads, slab_row: None)
 
 
 def counts_loaded_rows_as_hot(patch: pytest.MonkeyPatch) -> None:
@@ -278,3 +281,50 @@ def test_a_broken_resolver_is_caught(break_it: Break, complaint: str, monkeypatc
     break_it(monkeypatch)
     with pytest.raises(ContractViolation, match=complaint):
         run_sequences(ReferenceResolver())
+
+
+class DropsTheLastFollower(ReferenceResolver):
+    def replay_plan_layers(self, plan: MissPlan, sources: Any, destinations: Any, counters: Any) -> None:
+        super().replay_plan_layers(plan, sources[:-1], destinations[:-1], counters)
+
+
+class MixesUpFollowers(ReferenceResolver):
+    def replay_plan_layers(self, plan: MissPlan, sources: Any, destinations: Any, counters: Any) -> None:
+        super().replay_plan_layers(plan, sources[::-1], destinations, counters)
+
+
+class CountsOneFollower(ReferenceResolver):
+    def replay_plan_layers(self, plan: MissPlan, sources: Any, destinations: Any, counters: Any) -> None:
+        totals = counters.totals.clone()
+        super().replay_plan_layers(plan, sources, destinations, counters)
+        counters.totals.copy_(totals)
+        counters.totals[3] += len(plan.copies()[0]) * sources[0].layout.row_bytes
+
+
+class ReplaysIntoTheLeader(ReferenceResolver):
+    def replay_plan_layers(self, plan: MissPlan, sources: Any, destinations: Any, counters: Any) -> None:
+        super().replay_plan_layers(plan, sources, destinations, counters)
+        layout = dataclasses.replace(destinations[0].layout, offset=0)
+        copy_rows(*plan.copies(), sources[0], dataclasses.replace(destinations[0], layout=layout))
+
+
+@pytest.mark.parametrize(
+    ("resolver", "complaint"),
+    [
+        (ReferenceResolver(), None),
+        (DropsTheLastFollower(), "layer 3: a copied row does not have the bytes of its host row"),
+        (MixesUpFollowers(), "layer 1: a copied row does not have the bytes of its host row"),
+        (CountsOneFollower(), "replay counted"),
+        (ReplaysIntoTheLeader(), "bytes changed that no copy names"),
+    ],
+)
+def test_followers_that_are_not_served_together_as_the_contract_says_are_caught(
+    resolver: Resolver, complaint: str | None
+) -> None:
+    case = on_host(Case(CaseShape(num_layers=4, leader=0), 1))
+    outcome = check_resolve(resolver, case, case.select([(slot, range(8)) for slot in range(4)]))
+    if complaint is None:
+        check_replay_layers(resolver, case, outcome, [1, 2, 3])
+        return
+    with pytest.raises(ContractViolation, match=complaint):
+        check_replay_layers(resolver, case, outcome, [1, 2, 3])

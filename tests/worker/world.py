@@ -30,21 +30,30 @@ MAX_TOKENS = 64
 LEADER_OF = (0, 0, 2, 2)
 
 
-def make_plan(row: RowFormat | None = None, device_blocks_: int = 30, host_blocks_: int = 30) -> CachePlan:
-    """Four layers, two of them leaders; rows of 48 bytes that lie 128 bytes apart on the host."""
+def make_plan(
+    row: RowFormat | None = None,
+    device_blocks_: int = 30,
+    host_blocks_: int = 30,
+    leader_of: tuple[int, ...] = LEADER_OF,
+    max_running: int = NUM_SLOTS,
+) -> CachePlan:
+    """Four layers, two of them leaders; rows of 48 bytes that lie 128 bytes apart on the host.
+
+    `max_running`: rows of a step. Only `NUM_SLOTS` slots have bytes of their own.
+    """
     row = row if row is not None else RowFormat("float32", 4 * ELEMENTS)
-    page = device_blocks(row, len(LEADER_OF), BLOCK_SIZE).payload_bytes
+    page = device_blocks(row, len(leader_of), BLOCK_SIZE).payload_bytes
     config = CacheConfig(
         block_size=BLOCK_SIZE,
         slab_bytes=device_blocks_ * page,
         host_pool_bytes=host_blocks_ * page,
         hot_rows=2 * TOPK,
         staging_rows=2 * TOPK,
-        max_running=NUM_SLOTS,
+        max_running=max_running,
         max_tokens=MAX_TOKENS,
         indexer_tokens=MAX_TOKENS,
     )
-    return plan_cache(config, ModelGeometry(row, LEADER_OF, TOPK, index_row_bytes=32))
+    return plan_cache(config, ModelGeometry(row, leader_of, TOPK, index_row_bytes=32))
 
 
 class MakeWorld(Protocol):
@@ -118,9 +127,15 @@ class World:
     def fill_host(self, host_block: int, slot: int) -> None:
         """Overwrite a host block with the first page of `slot`, as a spill of it would."""
         positions = torch.arange(BLOCK_SIZE)
-        for layer in range(len(LEADER_OF)):
+        for layer in range(self.plan.model.num_layers):
             rows = host_block * BLOCK_SIZE + positions
             self.worker.host_pool.layer(layer).write(rows, self.truth(slot, positions, layer))
+
+    def admit_on_host(self, slot: int, num_pages: int) -> None:
+        """A slot whose pages are all on the host but the last, and its hot lease."""
+        blocks = self.admit(slot, num_pages)
+        host = self.spill(slot, dict(enumerate(blocks[:-1])))
+        self.step(updates=self.on_host(slot, host))
 
     def spill(self, slot: int, pages: dict[int, int]) -> dict[int, int]:
         """Start spilling `pages` ({page: device block}) in a step of their own. Returns {page: host block}."""
@@ -156,14 +171,18 @@ class World:
     def decode(self, slot: int, positions: torch.Tensor) -> list[torch.Tensor]:
         """What every layer's attention gathers for a decode row of `slot` that selects `positions`, `[n]`."""
         selection = Selection(positions.to(torch.int32)[None], torch.tensor([slot], dtype=torch.int32))
+        return [gathered[0] for gathered in self.forward(selection)]
+
+    def forward(self, selection: Selection) -> list[torch.Tensor]:
+        """The same for any decode rows, `[num_rows, topk, elements]`. All leaders select alike. It only launches."""
         gathered: list[torch.Tensor] = []
-        rows = torch.empty(0)
-        for layer, handle in enumerate(self.worker.handles):
-            if LEADER_OF[layer] == layer:
-                rows = handle.resolve(selection)
+        rows: dict[int, torch.Tensor] = {}
+        for handle, leader in zip(self.worker.handles, self.plan.model.leader_of, strict=True):
+            if leader == handle.layer:
+                rows[leader] = handle.resolve(selection)
             else:
                 handle.load_followed()
-            gathered.append(handle.gather(rows)[0])
+            gathered.append(handle.gather(rows[leader]))
         return gathered
 
     def assert_decodes(self, slot: int, positions: list[int]) -> None:

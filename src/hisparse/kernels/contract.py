@@ -30,12 +30,13 @@ them is the backend's choice. The others give -1, are counted as unreachable, an
 that alone is no overflow.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from hisparse.geometry import PagedLayout
+from hisparse.geometry import PagedLayout, align_up
 
 STATUS_OK = 0
 STATUS_UNION_OVERFLOW = 1
@@ -78,13 +79,17 @@ class HotState:
     `hot_row_of`: int16 `[num_slots, max_tokens]`, the inverse. An entry counts only if `position_of` agrees, so
     that forgetting a slot means clearing `position_of` alone.
     `stamp`: int32 `[num_slots, hot_rows]`, the step that last read the row; 0 for never.
-    `step`: int32 `[1]`, advanced by every call of `resolve`.
+    `step`: int32 `[num_slots]`, a request's own clock: every call of `resolve` with a row of the slot advances it.
+    `queue`, int16 `[num_slots, hot_rows]` (padded to a multiple of 4), and `queue_state`, int32 `[num_slots, 4]`: a
+    backend's own notes on which rows go next. Zeros mean that there are none; `reset_slots` puts zeros.
     """
 
     position_of: torch.Tensor
     hot_row_of: torch.Tensor
     stamp: torch.Tensor
     step: torch.Tensor
+    queue: torch.Tensor
+    queue_state: torch.Tensor
 
     @classmethod
     def allocate(cls, num_slots: int, hot_rows: int, max_tokens: int, device: torch.device | str) -> "HotState":
@@ -93,7 +98,9 @@ class HotState:
             position_of=torch.full((num_slots, hot_rows), EMPTY, dtype=torch.int32, device=device),
             hot_row_of=torch.full((num_slots, max_tokens), EMPTY, dtype=torch.int16, device=device),
             stamp=torch.zeros((num_slots, hot_rows), dtype=torch.int32, device=device),
-            step=torch.zeros(1, dtype=torch.int32, device=device),
+            step=torch.zeros(num_slots, dtype=torch.int32, device=device),
+            queue=torch.zeros((num_slots, align_up(hot_rows, 4)), dtype=torch.int16, device=device),
+            queue_state=torch.zeros((num_slots, 4), dtype=torch.int32, device=device),
         )
 
 
@@ -101,7 +108,9 @@ class HotState:
 class MissPlan:
     """The copies that one `resolve` made, as physical rows, so that followers replay them for their own bytes.
 
-    `count`: int32 `[1]`. `host_row`, `slab_row`: int64 `[capacity]`, valid up to `count`, in any order.
+    The copies for a request stand in the plan's row of the request's first batch row, so that requests need not agree
+    on anything: `count`: int32 `[max_rows]`, 0 in every other row. `host_row`, `slab_row`: int64
+    `[max_rows, capacity]`; row r is valid up to `count[r]`, in any order.
     """
 
     count: torch.Tensor
@@ -109,18 +118,23 @@ class MissPlan:
     slab_row: torch.Tensor
 
     @classmethod
-    def allocate(cls, capacity: int, device: torch.device | str) -> "MissPlan":
-        """An empty plan for up to `capacity` copies (slots times hot rows is always enough)."""
+    def allocate(cls, max_rows: int, capacity: int, device: torch.device | str) -> "MissPlan":
+        """An empty plan for steps of up to `max_rows` rows and `capacity` copies a request (hot rows is enough)."""
         return cls(
-            count=torch.zeros(1, dtype=torch.int32, device=device),
-            host_row=torch.full((capacity,), EMPTY, dtype=torch.int64, device=device),
-            slab_row=torch.full((capacity,), EMPTY, dtype=torch.int64, device=device),
+            count=torch.zeros(max_rows, dtype=torch.int32, device=device),
+            host_row=torch.full((max_rows, capacity), EMPTY, dtype=torch.int64, device=device),
+            slab_row=torch.full((max_rows, capacity), EMPTY, dtype=torch.int64, device=device),
         )
+
+    def copies(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Host rows and slab rows of all copies, int64 `[n]` each. Waits for the device; never call it in a step."""
+        valid = torch.arange(self.host_row.shape[1], device=self.count.device) < self.count[:, None]
+        return self.host_row[valid], self.slab_row[valid]
 
 
 @dataclass(frozen=True, slots=True)
 class ResolverCounters:
-    """Running totals on the device. They survive graph replay; `resolve` and `replay_plan` only add.
+    """Running totals on the device. They survive graph replay; `resolve` and replays of its plan only add.
 
     `totals`: int64 `[5]`, in the order of `COUNTER_NAMES`. `status`: int32 `[1]`, a sticky word.
     """
@@ -180,6 +194,21 @@ class Resolver(Protocol):
         self, plan: MissPlan, source: PagedRows, destination: PagedRows, counters: ResolverCounters
     ) -> None:
         """Make the leader's copies for a follower's rows. Counts bytes only."""
+        ...
+
+    def replay_plan_layers(
+        self,
+        plan: MissPlan,
+        sources: Sequence[PagedRows],
+        destinations: Sequence[PagedRows],
+        counters: ResolverCounters,
+    ) -> None:
+        """Make the leader's copies for several followers. Counts the bytes of each.
+
+        `sources[i]` and `destinations[i]` are one follower's rows; all of them share one host and one slab allocation.
+        It reads the plan and host rows and writes the slab rows that the plan names, the counters and nothing else, so
+        it may run beside what touches none of these, in another stream than `resolve` if it is ordered behind it.
+        """
         ...
 
     def gather_rows(

@@ -5,6 +5,7 @@ carried from step to step as a *union*: the distinct positions that are not resi
 slot. Unlike a kernel, it allocates and it waits for the device.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -128,11 +129,12 @@ class ReferenceResolver:
                 f"{destination.layout.block_size} rows"
             )
         request = _Request(tables, state, destination.layout.block_size)
-        state.step.add_(1)
+        active = selection.row_slot[selection.row_slot >= 0].unique()
+        state.step[active] += 1
         classified = _classify(request, selection)
         loads = _choose_victims(request, _unite(request, classified))
         slab_row = request.slab_rows(tables.hot, loads.slot, loads.hot_row)
-        _record_plan(plan, loads.host_row, slab_row)
+        _record_plan(plan, selection.row_slot, loads, slab_row)
         _record_loads(state, loads)
         copy_rows(loads.host_row, slab_row, source, destination)
         rows = _fill_hot_rows(request, classified)
@@ -143,9 +145,20 @@ class ReferenceResolver:
         self, plan: MissPlan, source: PagedRows, destination: PagedRows, counters: ResolverCounters
     ) -> None:
         """Make the leader's copies for a follower's rows. Counts bytes only."""
-        count = int(plan.count)
-        copy_rows(plan.host_row[:count], plan.slab_row[:count], source, destination)
-        counters.totals[_BYTES] += count * source.layout.row_bytes
+        self.replay_plan_layers(plan, [source], [destination], counters)
+
+    def replay_plan_layers(
+        self,
+        plan: MissPlan,
+        sources: Sequence[PagedRows],
+        destinations: Sequence[PagedRows],
+        counters: ResolverCounters,
+    ) -> None:
+        """Make the leader's copies for several followers, `sources[i]` to `destinations[i]`. Counts bytes only."""
+        host_row, slab_row = plan.copies()
+        for source, destination in zip(sources, destinations, strict=True):
+            copy_rows(host_row, slab_row, source, destination)
+            counters.totals[_BYTES] += host_row.numel() * source.layout.row_bytes
 
     def gather_rows(
         self, host_row: torch.Tensor, slab_row: torch.Tensor, source: PagedRows, destination: PagedRows
@@ -157,6 +170,7 @@ class ReferenceResolver:
     def reset_slots(self, state: HotState, slots: torch.Tensor) -> None:
         """Forget the hot rows of `slots` (int64 `[n]`)."""
         state.position_of.index_fill_(0, slots, EMPTY)
+        state.queue_state.index_fill_(0, slots, 0)
 
 
 def _classify(request: _Request, selection: Selection) -> _Classified:
@@ -194,7 +208,7 @@ def _choose_victims(request: _Request, union: _Union) -> _Loads:
     """Touch the hot rows that are read, then give the k-th miss of a slot the k-th oldest of its other hot rows."""
     state = request.state
     hit = union.hot_row != EMPTY
-    state.stamp[union.slot[hit], union.hot_row[hit]] = state.step
+    state.stamp[union.slot[hit], union.hot_row[hit]] = state.step[union.slot[hit]]
     ages = _ages(request, union.active)
     ages[union.local[hit], union.hot_row[hit]] = _PINNED
     order = ages.argsort(dim=1, stable=True)
@@ -229,17 +243,30 @@ def _record_loads(state: HotState, loads: _Loads) -> None:
     """The evicted positions keep their inverse entries; these no longer count, as `position_of` disagrees."""
     state.position_of[loads.slot, loads.hot_row] = loads.position.int()
     state.hot_row_of[loads.slot, loads.position] = loads.hot_row.short()
-    state.stamp[loads.slot, loads.hot_row] = state.step
+    state.stamp[loads.slot, loads.hot_row] = state.step[loads.slot]
 
 
-def _record_plan(plan: MissPlan, host_row: torch.Tensor, slab_row: torch.Tensor) -> None:
-    count = host_row.numel()
-    if count > plan.host_row.numel():
-        raise InvariantError(f"a miss plan for {plan.host_row.numel()} copies cannot hold {count}")
-    plan.count.fill_(count)
-    for recorded, rows in ((plan.host_row, host_row), (plan.slab_row, slab_row)):
-        recorded.fill_(EMPTY)
-        recorded[:count] = rows
+def _record_plan(plan: MissPlan, row_slot: torch.Tensor, loads: _Loads, slab_row: torch.Tensor) -> None:
+    """Write each slot's copies to the plan's row of its first batch row. `loads` are ordered by slot."""
+    slots, per_slot = loads.slot.unique_consecutive(return_counts=True)
+    max_rows, capacity = plan.host_row.shape
+    if row_slot.numel() > max_rows or int(per_slot.amax() if per_slot.numel() else 0) > capacity:
+        raise InvariantError(
+            f"a miss plan for {max_rows} rows of {capacity} copies cannot hold {row_slot.numel()} rows of "
+            f"{per_slot.tolist()}"
+        )
+    for recorded, empty in ((plan.count, 0), (plan.host_row, EMPTY), (plan.slab_row, EMPTY)):
+        recorded.fill_(empty)
+    if not slots.numel():
+        return
+    first_row = (row_slot[None, :] == slots[:, None]).int().argmax(dim=1)
+    plan.count[first_row] = per_slot.int()
+    column = torch.arange(loads.slot.numel(), device=slots.device) - (per_slot.cumsum(0) - per_slot).repeat_interleave(
+        per_slot
+    )
+    row = first_row.repeat_interleave(per_slot)
+    plan.host_row[row, column] = loads.host_row
+    plan.slab_row[row, column] = slab_row
 
 
 def _fill_hot_rows(request: _Request, classified: _Classified) -> torch.Tensor:

@@ -21,6 +21,9 @@ Allocate = Callable[[int], torch.Tensor]
 """Makes the host allocation: uint8 `[num_bytes]`, of any content, that the resolver's device can read."""
 
 POISON = 0xA5
+MAX_CASE_ROWS = 64
+"""Rows of one selection, at most."""
+
 COMPARE_ALL_BYTES = 1 << 26
 """Allocations up to this size are compared as a whole, larger ones only where rows were written."""
 
@@ -90,7 +93,7 @@ class Case:
         self.state = HotState.allocate(shape.num_slots, shape.hot_rows, shape.max_tokens, device)
         garbage = [self.rng.randrange(-1, shape.hot_rows) for _ in range(shape.num_slots * shape.max_tokens)]
         self.state.hot_row_of.copy_(torch.tensor(garbage).reshape(shape.num_slots, shape.max_tokens))
-        self.plan = MissPlan.allocate(shape.num_slots * shape.hot_rows, device)
+        self.plan = MissPlan.allocate(MAX_CASE_ROWS, shape.hot_rows, device)
         self.counters = ResolverCounters.allocate(device)
 
     def __repr__(self) -> str:

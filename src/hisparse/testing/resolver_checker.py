@@ -4,6 +4,7 @@ What was demanded is worked out by `resolver_oracle` from the inputs as they wer
 call left behind: outputs, state, plan, counters, and every byte of slab and host memory.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,12 +80,9 @@ def check_resolve(resolver: Resolver, case: Case, selection: Selection) -> Outco
     _check_counters(case, demand, where, loads, counted)
     expected_status = status | (STATUS_UNION_OVERFLOW if demand.overflows else 0)
     _expect(int(case.counters.status.item()) == expected_status, case, f"status is not {expected_status}")
-    copies = {
-        (before.physical_row(before.host, slot, position), before.physical_row(before.hot, slot, hot_row))
-        for (slot, position), hot_row in loads.items()
-    }
+    copies = _copies_by_row(before, loads)
     _check_plan(case, copies)
-    check_copies(case, memory.slab, memory.host, layer, copies)
+    check_copies(case, memory.slab, memory.host, [layer], set().union(*copies.values()))
     check_truth(case, layer, where)
     return Outcome(ints(rows), loads, counted, demand)
 
@@ -94,17 +92,40 @@ def check_replay(resolver: Resolver, case: Case, outcome: Outcome, layer: int) -
 
     Raises `ContractViolation`.
     """
+    _check_replayed(
+        case,
+        outcome,
+        [layer],
+        lambda: resolver.replay_plan(case.plan, case.source(layer), case.destination(layer), case.counters),
+    )
+
+
+def check_replay_layers(resolver: Resolver, case: Case, outcome: Outcome, layers: Sequence[int]) -> None:
+    """The same for several layers, which are replayed together.
+
+    Raises `ContractViolation`.
+    """
+    sources, destinations = [case.source(layer) for layer in layers], [case.destination(layer) for layer in layers]
+    _check_replayed(
+        case,
+        outcome,
+        layers,
+        lambda: resolver.replay_plan_layers(case.plan, sources, destinations, case.counters),
+    )
+
+
+def _check_replayed(case: Case, outcome: Outcome, layers: Sequence[int], replay: Callable[[], None]) -> None:
     memory, totals = _Memory.copy(case), ints(case.counters.totals)
-    count = int(case.plan.count.item())
-    copies = set(zip(ints(case.plan.host_row)[:count].tolist(), ints(case.plan.slab_row)[:count].tolist(), strict=True))
-    resolver.replay_plan(case.plan, case.source(layer), case.destination(layer), case.counters)
-    check_copies(case, memory.slab, memory.host, layer, copies)
+    copies = set().union(*_planned(case).values())
+    replay()
+    check_copies(case, memory.slab, memory.host, layers, copies)
     added = ints(case.counters.totals) - totals
     expected = [0] * len(COUNTER_NAMES)
-    expected[COUNTER_NAMES.index("bytes")] = count * case.shape.row_bytes
+    expected[COUNTER_NAMES.index("bytes")] = len(copies) * case.shape.row_bytes * len(layers)
     _expect(added.tolist() == expected, case, f"replay counted {added.tolist()}, not {expected}")
     inputs = Inputs.copy(case.select([]), case.tables, case.state, case.shape.block_size)
-    check_truth(case, layer, _where(inputs, outcome.demand, outcome.loads))
+    for layer in layers:
+        check_truth(case, layer, _where(inputs, outcome.demand, outcome.loads))
 
 
 def check_gather(resolver: Resolver, case: Case, copies: list[tuple[int, int]], layer: int) -> None:
@@ -118,7 +139,7 @@ def check_gather(resolver: Resolver, case: Case, copies: list[tuple[int, int]], 
         pairs[:, 0].contiguous(), pairs[:, 1].contiguous(), case.source(layer), case.destination(layer)
     )
     named = {pair for pair in copies if EMPTY not in pair}
-    check_copies(case, memory.slab, memory.host, layer, named)
+    check_copies(case, memory.slab, memory.host, [layer], named)
     _expect(bool((ints(case.counters.totals) == totals).all()), case, "gather_rows counted something")
 
 
@@ -130,21 +151,26 @@ def check_inputs_kept(case: Case, before: Inputs, after: Inputs) -> None:
 
 
 def check_copies(
-    case: Case, slab_before: Bytes | None, host_before: Bytes | None, layer: int, copies: set[tuple[int, int]]
+    case: Case,
+    slab_before: Bytes | None,
+    host_before: Bytes | None,
+    layers: Sequence[int],
+    copies: set[tuple[int, int]],
 ) -> None:
-    """The copies were made, for this layer, and no other byte of slab or host memory changed."""
-    source, destination = case.source(layer), case.destination(layer)
+    """The copies were made, for these layers, and no other byte of slab or host memory changed."""
     pairs = sorted(copies)
-    put = _read(source, [host_row for host_row, _ in pairs])
-    got = _read(destination, [slab_row for _, slab_row in pairs])
-    _expect(np.array_equal(put, got), case, f"layer {layer}: a copied row does not have the bytes of its host row")
+    for layer in layers:
+        source, destination = case.source(layer), case.destination(layer)
+        put = _read(source, [host_row for host_row, _ in pairs])
+        got = _read(destination, [slab_row for _, slab_row in pairs])
+        _expect(np.array_equal(put, got), case, f"layer {layer}: a copied row does not have the bytes of its host row")
+        if slab_before is not None:
+            for (_, slab_row), row in zip(pairs, put, strict=True):
+                start = destination.layout.row_offset(slab_row)
+                slab_before[start : start + destination.layout.row_bytes] = row
     if slab_before is not None:
-        length = destination.layout.row_bytes
-        for (_, slab_row), row in zip(pairs, put, strict=True):
-            start = destination.layout.row_offset(slab_row)
-            slab_before[start : start + length] = row
         unchanged = np.array_equal(slab_before, _bytes_of(case.slab))
-        _expect(unchanged, case, f"layer {layer}: slab bytes changed that no copy names")
+        _expect(unchanged, case, f"layers {list(layers)}: slab bytes changed that no copy names")
     if host_before is not None:
         _expect(np.array_equal(host_before, _bytes_of(case.host)), case, "host memory was written")
 
@@ -201,12 +227,14 @@ def _check_rows(case: Case, before: Inputs, where: dict[Key, int], rows: Ints) -
 
 
 def _check_state(case: Case, before: Inputs, after: Inputs, demand: Demand, loads: dict[Key, int]) -> None:
-    _expect(after.step == before.step + 1, case, f"step went from {before.step} to {after.step}")
+    step = before.step.copy()
+    step[[slot for slot in set(before.row_slot.tolist()) if slot >= 0]] += 1
+    _expect(np.array_equal(after.step, step), case, f"steps went from {before.step} to {after.step}, not {step}")
     stamp = before.stamp.copy()
     for slot, of_slot in demand.slots.items():
-        stamp[slot, list(of_slot.hits.values())] = after.step
+        stamp[slot, list(of_slot.hits.values())] = after.step[slot]
     for (slot, position), hot_row in loads.items():
-        stamp[slot, hot_row] = after.step
+        stamp[slot, hot_row] = after.step[slot]
         inverse = int(after.hot_row_of[slot, position])
         _expect(inverse == hot_row, case, f"slot {slot} position {position}: inverse {inverse}, not {hot_row}")
     wrong = np.argwhere(stamp != after.stamp).tolist()
@@ -228,13 +256,31 @@ def _check_counters(
     _expect(counted == expected, case, f"counted {counted}, not {expected}")
 
 
-def _check_plan(case: Case, copies: set[tuple[int, int]]) -> None:
-    count = int(case.plan.count.item())
-    _expect(count == len(copies), case, f"the plan holds {count} copies, not {len(copies)}")
-    planned = set(
-        zip(ints(case.plan.host_row)[:count].tolist(), ints(case.plan.slab_row)[:count].tolist(), strict=True)
-    )
-    _expect(planned == copies, case, f"the plan misses {sorted(copies - planned)[:4]}")
+def _copies_by_row(before: Inputs, loads: dict[Key, int]) -> dict[int, set[tuple[int, int]]]:
+    """The copies that loads ask for, under the first batch row of their request."""
+    copies: dict[int, set[tuple[int, int]]] = {}
+    row_slot = before.row_slot.tolist()
+    for (slot, position), hot_row in loads.items():
+        host_row = before.physical_row(before.host, slot, position)
+        copy = (host_row, before.physical_row(before.hot, slot, hot_row))
+        copies.setdefault(row_slot.index(slot), set()).add(copy)
+    return copies
+
+
+def _planned(case: Case) -> dict[int, set[tuple[int, int]]]:
+    """The copies in the plan, by batch row. Raises `ContractViolation` when one is there twice."""
+    host_row, slab_row = ints(case.plan.host_row), ints(case.plan.slab_row)
+    planned: dict[int, set[tuple[int, int]]] = {}
+    for row, count in enumerate(ints(case.plan.count).tolist()):
+        if count:
+            planned[row] = set(zip(host_row[row, :count].tolist(), slab_row[row, :count].tolist(), strict=True))
+            _expect(len(planned[row]) == count, case, f"row {row} of the plan repeats a copy")
+    return planned
+
+
+def _check_plan(case: Case, copies: dict[int, set[tuple[int, int]]]) -> None:
+    planned = _planned(case)
+    _expect(planned == copies, case, f"the plan is {planned}, not {copies}")
 
 
 def _read(rows: PagedRows, physical_rows: list[int]) -> Bytes:

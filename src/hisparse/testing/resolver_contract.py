@@ -21,7 +21,7 @@ import torch
 
 from hisparse.kernels.contract import EMPTY, STATUS_OK, STATUS_UNION_OVERFLOW, Resolver, Selection
 from hisparse.testing.resolver_cases import Allocate, Case, CaseShape
-from hisparse.testing.resolver_checker import check_gather, check_replay, check_resolve
+from hisparse.testing.resolver_checker import check_gather, check_replay, check_replay_layers, check_resolve
 from hisparse.testing.resolver_random import random_shape, random_steps
 
 MakeCase = Callable[..., Case]
@@ -245,6 +245,15 @@ class ResolverContract:
             for layer in (0, 2, 3):
                 check_replay(resolver, case, outcome, layer)
 
+    def test_followers_are_served_together_in_any_order_and_number(
+        self, resolver: Resolver, make_case: MakeCase
+    ) -> None:
+        case = on_host(make_case(CaseShape(max_tokens=64, hot_rows=24, num_layers=20)))
+        followers = [layer for layer in range(20) if layer != case.shape.leader]
+        for first, served in ((0, followers), (6, followers[::-1]), (30, followers[2:5]), (40, [])):
+            outcome = check_resolve(resolver, case, case.select([(slot, range(first, first + 8)) for slot in range(4)]))
+            check_replay_layers(resolver, case, outcome, served)
+
     @pytest.mark.parametrize("block_size", [1, 2, 16, 64])
     def test_pages_of_every_size_are_crossed(self, resolver: Resolver, make_case: MakeCase, block_size: int) -> None:
         case = on_host(make_case(CaseShape(max_tokens=2 * block_size + 9, block_size=block_size, hot_rows=9)))
@@ -257,7 +266,7 @@ class ResolverContract:
         check_replay(resolver, hosted, first, 2)
         second = check_resolve(resolver, hosted, selection)
         check_replay(resolver, hosted, second, 2)
-        assert int(hosted.plan.count.item()) == 0
+        assert not hosted.plan.count.any()
 
     def test_gather_rows_skips_pairs_with_an_empty_end(self, resolver: Resolver, hosted: Case) -> None:
         host = [int(hosted.tables.host[1, page]) * 8 + page for page in range(4)]

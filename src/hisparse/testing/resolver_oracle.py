@@ -4,6 +4,7 @@ It shares no code with any back end. `demand_of` says what the contract asks of 
 the checker holds every back end to it. `NaiveResolver` goes on to choose them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,7 +37,7 @@ class Inputs:
     position_of: Ints
     hot_row_of: Ints
     stamp: Ints
-    step: int
+    step: Ints
     block_size: int
 
     @classmethod
@@ -51,7 +52,7 @@ class Inputs:
             position_of=ints(state.position_of),
             hot_row_of=ints(state.hot_row_of),
             stamp=ints(state.stamp),
-            step=int(state.step.item()),
+            step=ints(state.step),
             block_size=block_size,
         )
 
@@ -160,22 +161,23 @@ class NaiveResolver:
         """As the contract says."""
         inputs = Inputs.copy(selection, tables, state, destination.layout.block_size)
         demand = demand_of(inputs)
-        state.step.add_(1)
+        for slot in set(inputs.row_slot.tolist()) - {EMPTY}:
+            state.step[slot] += 1
         where = dict(demand.resident)
-        copies: list[tuple[int, int]] = []
+        copies: dict[int, list[tuple[int, int]]] = {}
         for slot, of_slot in demand.slots.items():
             loads = dict(zip(of_slot.misses, of_slot.candidates, strict=False))
             for position, hot_row in loads.items():
                 state.position_of[slot, hot_row] = position
                 state.hot_row_of[slot, position] = hot_row
                 slab_row = inputs.physical_row(inputs.hot, slot, hot_row)
-                copies.append((inputs.physical_row(inputs.host, slot, position), slab_row))
+                copies.setdefault(slot, []).append((inputs.physical_row(inputs.host, slot, position), slab_row))
             for position, hot_row in {**of_slot.hits, **loads}.items():
-                state.stamp[slot, hot_row] = state.step[0]
+                state.stamp[slot, hot_row] = state.step[slot]
                 where[slot, position] = inputs.physical_row(inputs.hot, slot, hot_row)
-        self._record(plan, copies)
+        self._record(plan, inputs.row_slot.tolist(), copies)
         self.replay_plan(plan, source, destination, counters)
-        self._count(counters, demand, where, len(copies))
+        self._count(counters, demand, where, sum(map(len, copies.values())))
         rows = [
             [where.get((slot, position), EMPTY) for position in row]
             for slot, row in zip(inputs.row_slot.tolist(), inputs.positions.tolist(), strict=True)
@@ -186,9 +188,21 @@ class NaiveResolver:
         self, plan: MissPlan, source: PagedRows, destination: PagedRows, counters: ResolverCounters
     ) -> None:
         """As the contract says."""
-        for index in range(int(plan.count.item())):
-            _copy_row(int(plan.host_row[index]), int(plan.slab_row[index]), source, destination)
-            counters.totals[3] += source.layout.row_bytes
+        for row, count in enumerate(plan.count.tolist()):
+            for index in range(count):
+                _copy_row(int(plan.host_row[row, index]), int(plan.slab_row[row, index]), source, destination)
+                counters.totals[3] += source.layout.row_bytes
+
+    def replay_plan_layers(
+        self,
+        plan: MissPlan,
+        sources: Sequence[PagedRows],
+        destinations: Sequence[PagedRows],
+        counters: ResolverCounters,
+    ) -> None:
+        """As the contract says."""
+        for source, destination in zip(sources, destinations, strict=True):
+            self.replay_plan(plan, source, destination, counters)
 
     def gather_rows(
         self, host_row: torch.Tensor, slab_row: torch.Tensor, source: PagedRows, destination: PagedRows
@@ -202,12 +216,16 @@ class NaiveResolver:
         """As the contract says."""
         for slot in slots.tolist():
             state.position_of[slot] = EMPTY
+            state.queue_state[slot] = 0
 
-    def _record(self, plan: MissPlan, copies: list[tuple[int, int]]) -> None:
-        plan.count[0] = len(copies)
-        for index, (host_row, slab_row) in enumerate(copies):
-            plan.host_row[index] = host_row
-            plan.slab_row[index] = slab_row
+    def _record(self, plan: MissPlan, row_slot: list[int], copies: dict[int, list[tuple[int, int]]]) -> None:
+        plan.count.zero_()
+        for slot, of_slot in copies.items():
+            row = row_slot.index(slot)
+            plan.count[row] = len(of_slot)
+            for index, (host_row, slab_row) in enumerate(of_slot):
+                plan.host_row[row, index] = host_row
+                plan.slab_row[row, index] = slab_row
 
     def _count(
         self, counters: ResolverCounters, demand: Demand, where: dict[tuple[int, int], int], num_loads: int

@@ -8,6 +8,7 @@ from hisparse.errors import BackendError
 from hisparse.kernels.contract import Resolver
 from hisparse.kernels.reference import ReferenceResolver
 from hisparse.worker.host_memory import AnonymousMapping, HostMemory
+from hisparse.worker.side import InlineSideStream, SideStream
 from hisparse.worker.stream import CopyDelay, CopyStream, CpuStream
 
 
@@ -29,6 +30,10 @@ class Backend(Protocol):
 
     def make_stream(self) -> CopyStream:
         """The stream that carries the worker's page copies."""
+        ...
+
+    def make_side_stream(self) -> SideStream:
+        """The stream that loads followers' rows beside the forward pass."""
         ...
 
     def make_resolver(self) -> Resolver:
@@ -59,6 +64,9 @@ class CpuBackend:
 
     def make_stream(self) -> CopyStream:
         return CpuStream(self._delay)
+
+    def make_side_stream(self) -> SideStream:
+        return InlineSideStream()
 
     def make_resolver(self) -> Resolver:
         return ReferenceResolver()

@@ -6,7 +6,7 @@ import torch
 
 from hisparse.config import CachePlan
 from hisparse.errors import InvariantError
-from hisparse.worker.views import Allocation, PagedCacheView, all_layers, row_dtype
+from hisparse.worker.views import ELEMENT_DTYPES, Allocation, PagedCacheView, all_layers, row_dtype
 
 DeviceAllocator = Callable[[int], torch.Tensor]
 """Given a number of bytes, returns uint8 `[num_bytes]` of the device, zero at first, or raises `BackendError`."""
@@ -50,9 +50,10 @@ class IndexerStore:
     """The index keys of all leaders, in a pool and an allocation of their own. Keys never leave the device."""
 
     def __init__(self, plan: CachePlan, allocate: DeviceAllocator) -> None:
-        """Keys have the element type of the model's rows; beside packed rows they are raw bytes."""
+        """Keys have the element type that the model's geometry names; beside packed rows they are bytes without it."""
         self.num_bytes = plan.num_indexer_blocks * plan.indexer.block_stride
-        self.dtype = row_dtype(plan.model.row)
+        named = plan.model.index_dtype
+        self.dtype = row_dtype(plan.model.row) if named is None else ELEMENT_DTYPES[named]
         self._allocation = Allocation("indexer's store", allocate(self.num_bytes))
         self._views = tuple(
             PagedCacheView(self._allocation, plan.indexer.layer(index, plan.num_indexer_blocks))

@@ -61,12 +61,16 @@ class HiSparseWorker:
             self._resolve_counters = ResolverCounters.allocate(backend.device)
             self._staging_counters = StagingCounters()
             resolve_context = ResolveContext(
-                backend.make_resolver(), self.tables.block_tables(), self._resolve_counters
+                backend.make_resolver(),
+                backend.make_side_stream(),
+                self.tables.block_tables(),
+                self._resolve_counters,
             )
             area = StagingArea(staging, plan.config.block_size, backend.device)
-            self._runtimes = self._make_runtimes(resolve_context, backend.device)
+            runtimes = self._make_runtimes(resolve_context, backend.device)
+            self._leaders = tuple(runtime for runtime in runtimes if isinstance(runtime, LeaderRuntime))
             handle_context = HandleContext(plan.model.row, self._stream, area, self._staging_counters)
-            self.handles = tuple(HiSparseCacheHandle(runtime, handle_context) for runtime in self._runtimes)
+            self.handles = tuple(HiSparseCacheHandle(runtime, handle_context) for runtime in runtimes)
             self.transfers = TransferEngine(self._stream, self.slab.pages(), self.host_pool.pages(), plan.device)
             undo.pop_all()
 
@@ -90,18 +94,20 @@ class HiSparseWorker:
         forgotten = self.tables.apply(command.resets, command.updates)
         if forgotten:
             slots = upload(forgotten, torch.int64, self.tables.device)
-            for runtime in self._runtimes:
-                if isinstance(runtime, LeaderRuntime):
-                    runtime.forget(slots)
+            for leader in self._leaders:
+                leader.forget(slots)
 
     def finish_step(self) -> SparseKVWorkerReport:
         """What was enqueued and what was seen to complete since the last report.
 
-        Raises `ProtocolError` when no step was started.
+        Raises `ProtocolError` when no step was started, and `InvariantError` when a follower did not load what its
+        leader resolved.
         """
         self._check_open()
         if not self._in_step:
             raise ProtocolError(f"no step to finish: the last one started was {self._step}")
+        for leader in self._leaders:
+            leader.assert_followed()
         self._in_step = False
         return SparseKVWorkerReport(self.rank, self.transfers.take_enqueued(), self.transfers.poll())
 
@@ -150,18 +156,19 @@ class HiSparseWorker:
         self, context: ResolveContext, device: torch.device
     ) -> tuple[LeaderRuntime | FollowerRuntime, ...]:
         """One runtime a layer, in order. A leader stands before its followers."""
-        config = self.plan.config
+        config, leader_of = self.plan.config, self.plan.model.leader_of
+        views = [CacheViews(self.host_pool.layer(layer), self.slab.layer(layer)) for layer in range(len(leader_of))]
         leaders: dict[int, LeaderRuntime] = {}
         runtimes: list[LeaderRuntime | FollowerRuntime] = []
-        for layer, leader in enumerate(self.plan.model.leader_of):
-            views = CacheViews(self.host_pool.layer(layer), self.slab.layer(layer))
+        for layer, leader in enumerate(leader_of):
             if leader == layer:
                 state = HotState.allocate(config.max_running, config.hot_rows, config.max_tokens, device)
-                plan = MissPlan.allocate(config.max_running * config.hot_rows, device)
-                leaders[layer] = LeaderRuntime(layer, views, context, state, plan)
+                plan = MissPlan.allocate(config.max_running, config.hot_rows, device)
+                followers = {other: views[other] for other, of in enumerate(leader_of) if of == layer != other}
+                leaders[layer] = LeaderRuntime(layer, views[layer], context, state, plan, followers)
                 runtimes.append(leaders[layer])
             else:
-                runtimes.append(FollowerRuntime(layer, views, context, leaders[leader]))
+                runtimes.append(FollowerRuntime(layer, views[layer], context, leaders[leader]))
         return tuple(runtimes)
 
     def _check_open(self) -> None:

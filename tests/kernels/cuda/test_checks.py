@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hisparse.errors import BackendError, InputError
-from hisparse.kernels.contract import Selection
+from hisparse.kernels.contract import MissPlan, Selection
 from hisparse.kernels.cuda import driver
 from hisparse.kernels.cuda.checks import check_resolve, check_rows
 from hisparse.kernels.cuda.resolver import CudaResolver
@@ -54,9 +54,12 @@ def test_a_tensor_with_gaps_is_named(case: Case) -> None:
 
 
 def test_a_plan_that_may_be_too_short_is_refused(case: Case) -> None:
-    case.plan = replace(case.plan, host_row=case.plan.host_row[:3], slab_row=case.plan.slab_row[:3])
-    with pytest.raises(InputError, match="a plan for 3 copies is too short: this call can need 8"):
+    case.plan = MissPlan.allocate(1, 3, "cpu")
+    with pytest.raises(InputError, match="a plan for 1 rows of 3 copies is too small: this call can need 1 of 8"):
         check(case, case.select([(0, [1])]))
+    case.plan = MissPlan.allocate(1, 20, "cpu")
+    with pytest.raises(InputError, match="1 rows of 20 copies is too small: this call can need 2 of 16"):
+        check(case, case.select([(0, [1]), (1, [1])]))
 
 
 def test_rows_that_are_not_aligned_are_refused(case: Case) -> None:

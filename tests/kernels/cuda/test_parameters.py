@@ -17,6 +17,7 @@ from hisparse.kernels.cuda.parameters import (
     cluster_size,
     move_blocks,
     plan_resolve,
+    replay_blocks,
     with_mover,
 )
 
@@ -49,7 +50,7 @@ def test_shared_memory_is_within_the_device_and_its_parts_do_not_overlap(
         assert end <= start
     assert all(start % 16 == 0 for start, _ in parts)
     assert parts[-1][0] % 128 == 0
-    assert parts[-1][1] == launch.shared_bytes <= limits.shared_bytes - 8192
+    assert parts[-1][1] == launch.shared_bytes <= limits.shared_bytes - 10240
 
 
 def team_parts(launch: ResolveLaunch, max_tokens: int, num_rows: int, hot_rows: int) -> list[tuple[int, int]]:
@@ -73,7 +74,7 @@ def cluster_parts(launch: ResolveLaunch, num_rows: int) -> list[tuple[int, int]]
     ends = {
         "missed": offsets.missed_words * 4,
         "touched": offsets.touched_words * 4,
-        "bins": offsets.touched_words * 32 * 2,
+        "excluded": offsets.touched_words * 4,
         "misses": offsets.capacity * 4,
         "victims": offsets.capacity * 2,
         "rows": num_rows * 2,
@@ -96,13 +97,13 @@ def test_the_blocks_of_a_cluster_cover_their_request(num_rows: int, topk: int, h
 
 
 def test_a_cluster_shrinks_as_requests_fill_the_device() -> None:
-    assert [cluster_size(requests, H200) for requests in (1, 16, 17, 33, 34, 66, 67, 1000)] == [8, 8, 4, 4, 2, 2, 1, 1]
+    assert [cluster_size(requests, H200) for requests in (1, 33, 34, 66, 67, 132, 133, 1000)] == [8, 8, 4, 4, 2, 2, 1, 1]
 
 
 def test_rows_of_the_same_requests_share_their_clusters() -> None:
     union = ResolveShape(128, 2048, 10240, 32768, 656, num_slots=32)
-    assert plan_resolve(union, H200).specialization.cluster == 4
-    assert plan_resolve(replace(union, num_slots=128), H200).specialization.cluster == 1
+    assert plan_resolve(union, H200).specialization.cluster == 8
+    assert plan_resolve(replace(union, num_slots=128), H200).specialization.cluster == 2
 
 
 def test_devices_without_clusters_get_the_other_kernel() -> None:
@@ -149,3 +150,9 @@ def test_a_lone_row_gets_many_blocks_and_a_full_batch_one_each() -> None:
 
 def test_moves_start_no_more_blocks_than_they_can_use() -> None:
     assert [move_blocks(copies, H200) for copies in (1, 17, 1 << 20)] == [1, 2, 132]
+
+
+def test_replays_leave_most_multiprocessors_to_the_model() -> None:
+    for limits in (H200, A100, RTX_5090):
+        assert [replay_blocks(copies, limits) for copies in (1, 17, 1 << 20)] == [1, 2, 32]
+        assert 3 * replay_blocks(1 << 20, limits) < limits.num_multiprocessors

@@ -41,7 +41,7 @@ class ClusterOffsets(ctypes.Structure):
     _fields_ = (
         ("missed", _I32),
         ("touched", _I32),
-        ("bins", _I32),
+        ("excluded", _I32),
         ("misses", _I32),
         ("victims", _I32),
         ("rows", _I32),
@@ -56,6 +56,18 @@ class ResolveArgs(ctypes.Structure):
     """Arguments of both resolve kernels. Pointers are device addresses; shapes stand in `source/layout.cuh`."""
 
     _fields_ = (
+        ("num_rows", _I32),
+        ("topk", _I32),
+        ("num_slots", _I32),
+        ("max_pages", _I32),
+        ("hot_blocks", _I32),
+        ("hot_rows", _I32),
+        ("max_tokens", _I32),
+        ("num_positions", _I32),
+        ("plan_rows", _I32),
+        ("plan_capacity", _I32),
+        ("cluster", ClusterOffsets),
+        ("reserved", _I32 * 2),
         ("positions", _POINTER),
         ("row_slot", _POINTER),
         ("out", _POINTER),
@@ -66,6 +78,8 @@ class ResolveArgs(ctypes.Structure):
         ("hot_row_of", _POINTER),
         ("stamp", _POINTER),
         ("step", _POINTER),
+        ("queue", _POINTER),
+        ("queue_state", _POINTER),
         ("source", PagedRowsArgs),
         ("destination", PagedRowsArgs),
         ("plan_count", _POINTER),
@@ -75,22 +89,14 @@ class ResolveArgs(ctypes.Structure):
         ("status", _POINTER),
         ("scratch", _POINTER),
         ("shared", SharedOffsets),
-        ("cluster", ClusterOffsets),
-        ("num_rows", _I32),
-        ("topk", _I32),
-        ("num_slots", _I32),
-        ("max_pages", _I32),
-        ("hot_blocks", _I32),
-        ("hot_rows", _I32),
-        ("max_tokens", _I32),
-        ("num_positions", _I32),
     )
 
 
 class MoveArgs(ctypes.Structure):
-    """Arguments of `move_rows`: copies `source_row[i]` to `destination_row[i]` in each of `num_layers` layers.
+    """Arguments of `move_rows`: copies `source_row[r][i]` to `destination_row[r][i]` in each of `num_layers` layers.
 
-    `count` (a device address, or 0) overrides `num_rows`; `totals` (or 0) counts the bytes.
+    There are `num_rows` rows of `row_length` pairs, of which `count[r]` count if `count` is not 0; `totals` (or 0) counts
+    the bytes.
     """
 
     _fields_ = (
@@ -98,9 +104,9 @@ class MoveArgs(ctypes.Structure):
         ("destination_row", _POINTER),
         ("count", _POINTER),
         ("totals", _POINTER),
-        ("num_rows", _I64),
+        ("row_length", _I64),
+        ("num_rows", _I32),
         ("num_layers", _I32),
-        ("reserved", _I32),
         ("source", PagedRowsArgs * MAX_LAYERS),
         ("destination", PagedRowsArgs * MAX_LAYERS),
     )
@@ -112,6 +118,7 @@ class ResetArgs(ctypes.Structure):
     _fields_ = (
         ("slots", _POINTER),
         ("position_of", _POINTER),
+        ("queue_state", _POINTER),
         ("num_resets", _I32),
         ("num_slots", _I32),
         ("hot_rows", _I32),

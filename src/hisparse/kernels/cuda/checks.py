@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from hisparse.errors import InputError
-from hisparse.geometry import MAX_ROW_BYTES, ROW_ALIGNMENT, PagedLayout
+from hisparse.geometry import MAX_ROW_BYTES, ROW_ALIGNMENT, PagedLayout, align_up
 from hisparse.kernels.contract import (
     COUNTER_NAMES,
     BlockTables,
@@ -59,18 +59,31 @@ def check_resolve(
             ("position_of", state.position_of, torch.int32, (-1, -1)),
             ("hot_row_of", state.hot_row_of, torch.int16, (num_slots, -1)),
             ("stamp", state.stamp, torch.int32, (num_slots, hot_rows)),
-            ("step", state.step, torch.int32, (1,)),
-            ("the plan's count", plan.count, torch.int32, (1,)),
-            ("the plan's host_row", plan.host_row, torch.int64, (-1,)),
-            ("the plan's slab_row", plan.slab_row, torch.int64, (plan.host_row.numel(),)),
+            ("step", state.step, torch.int32, (num_slots,)),
+            ("queue", state.queue, torch.int16, (num_slots, align_up(hot_rows, 4))),
+            ("queue_state", state.queue_state, torch.int32, (num_slots, 4)),
+            *plan_tensors(plan),
             ("the counters' totals", counters.totals, torch.int64, (len(COUNTER_NAMES),)),
             ("the counters' status", counters.status, torch.int32, (1,)),
         ),
         device,
     )
-    most = min(num_rows * topk, num_slots * hot_rows)
-    if plan.host_row.numel() < most:
-        raise InputError(f"a plan for {plan.host_row.numel()} copies is too short: this call can need {most}")
+    max_rows, capacity = plan.host_row.shape
+    most = min(num_rows * topk, hot_rows)
+    if max_rows < num_rows or capacity < most:
+        raise InputError(
+            f"a plan for {max_rows} rows of {capacity} copies is too small: this call can need {num_rows} of {most}"
+        )
+
+
+def plan_tensors(plan: MissPlan) -> tuple[Expected, ...]:
+    """What `check_tensors` expects of a plan."""
+    shape = (plan.count.numel(), plan.host_row.shape[-1])
+    return (
+        ("the plan's count", plan.count, torch.int32, (-1,)),
+        ("the plan's host_row", plan.host_row, torch.int64, shape),
+        ("the plan's slab_row", plan.slab_row, torch.int64, shape),
+    )
 
 
 def check_rows(source: PagedRows, destination: PagedRows, device: torch.device) -> None:

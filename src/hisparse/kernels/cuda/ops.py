@@ -17,6 +17,7 @@ from hisparse.kernels.cuda.parameters import (
     Specialization,
     move_blocks,
     plan_resolve,
+    replay_blocks,
     with_mover,
 )
 
@@ -59,27 +60,24 @@ def resolve(
 ) -> None:
     """`Resolver.resolve` into `out`, int32 `[num_rows, topk]`.
 
-    `scratch`: int32 `[2 + num_rows]` or more, 0 before and after; launches that may overlap need their own.
+    `scratch`: int32 `[num_rows]` or more, 0 before and after; launches that may overlap need their own.
     `layouts`: those of `source` and `destination`.
     """
     positions, row_slot = selection
-    position_of, hot_row_of, stamp, step = state
+    position_of, hot_row_of = state[:2]
+    count, host_row, _ = plan
     num_rows, topk = positions.shape
     num_slots, hot_rows = position_of.shape
     if num_rows == 0 or topk == 0:
-        plan[0].zero_()
-        step.add_(1)
+        count.zero_()
+        _advance(state[3], row_slot)
         return
     device = out.device.index
     shape = ResolveShape(num_rows, topk, hot_rows, hot_row_of.shape[1], layouts[3], num_slots)
     launch = plan_resolve(shape, driver.device_limits(device))
+    plan_rows, plan_capacity = host_row.shape
+    addresses = (positions, row_slot, out, *tables, *state)
     arguments = ResolveArgs(
-        *(tensor.data_ptr() for tensor in (positions, row_slot, out, *tables, position_of, hot_row_of, stamp, step)),
-        _paged_rows(source, layouts[:LAYOUT_NUMBERS]),
-        _paged_rows(destination, layouts[LAYOUT_NUMBERS:]),
-        *(tensor.data_ptr() for tensor in (*plan, *counters, scratch)),
-        launch.offsets,
-        launch.cluster_offsets,
         num_rows,
         topk,
         num_slots,
@@ -88,10 +86,26 @@ def resolve(
         hot_rows,
         hot_row_of.shape[1],
         min(hot_row_of.shape[1], tables[0].shape[1] * layouts[4]),
+        plan_rows,
+        plan_capacity,
+        launch.cluster_offsets,
+        (0, 0),
+        *(tensor.data_ptr() for tensor in addresses),
+        _paged_rows(source, layouts[:LAYOUT_NUMBERS]),
+        _paged_rows(destination, layouts[LAYOUT_NUMBERS:]),
+        *(tensor.data_ptr() for tensor in (*plan, *counters, scratch)),
+        launch.offsets,
     )
     with torch.cuda.device(device):
         kernel = driver.load(launch.specialization, device)
         kernel.launch(launch.grid, launch.shared_bytes, arguments)
+
+
+def _advance(step: Tensor, row_slot: Tensor) -> None:
+    """Advance the clock of every slot that has a row: what is left of a step that selects nothing."""
+    seen = torch.zeros(step.numel() + 1, dtype=torch.int32, device=step.device)
+    seen.scatter_(0, (row_slot + 1).long(), 1)
+    step.add_(seen[1:])
 
 
 @torch.library.custom_op("hisparse::move_rows", mutates_args={"destination", "totals"})
@@ -106,7 +120,8 @@ def move_rows(
 ) -> None:
     """Copy rows `source_row[i]` to `destination_row[i]`, int64 `[n]`; a pair with a -1 is skipped.
 
-    `count`: int32 `[1]` on the device, how many pairs count; all of them when None. `layouts`: source and destination
+    `count`: int32 `[max_rows]` on the device, then the others are `[max_rows, capacity]` and only the first `count[r]`
+    pairs of row r count; all of them when None. `layouts`: source and destination
     of each layer, up to `MAX_LAYERS` layers. `totals`: the counters, to which the bytes are added.
     """
     num_layers = len(layouts) // (2 * LAYOUT_NUMBERS)
@@ -119,7 +134,8 @@ def move_rows(
         destination_row=destination_row.data_ptr(),
         count=0 if count is None else count.data_ptr(),
         totals=0 if totals is None else totals.data_ptr(),
-        num_rows=source_row.numel(),
+        num_rows=1 if count is None else count.numel(),
+        row_length=source_row.numel() if count is None else source_row.shape[1],
         num_layers=num_layers,
     )
     for layer in range(num_layers):
@@ -129,21 +145,26 @@ def move_rows(
             destination, layouts[first + LAYOUT_NUMBERS : first + 2 * LAYOUT_NUMBERS]
         )
     kernel_for_rows = Specialization("move_rows", row_bytes=layouts[3])
-    specialization = with_mover(kernel_for_rows, limits, limits.shared_bytes - _MOVE_STATIC_SHARED_BYTES)
+    starts_bytes = 4 * arguments.num_rows
+    available = limits.shared_bytes - _MOVE_STATIC_SHARED_BYTES - starts_bytes
+    specialization = with_mover(kernel_for_rows, limits, available)
     with torch.cuda.device(device):
         kernel = driver.load(specialization, device)
-        blocks = move_blocks(source_row.numel() * num_layers, limits)
-        kernel.launch((blocks, 1), specialization.stage_bytes, arguments)
+        # Only a plan's copies are counted on the device, and only they run beside the forward pass.
+        blocks_for = move_blocks if count is None else replay_blocks
+        blocks = blocks_for(source_row.numel() * num_layers, limits)
+        kernel.launch((blocks, 1), specialization.stage_bytes + starts_bytes, arguments)
 
 
-@torch.library.custom_op("hisparse::reset_slots", mutates_args={"position_of"})
-def reset_slots(position_of: Tensor, slots: Tensor) -> None:
-    """Set the rows `slots` (int64 `[n]`) of `position_of` (int32 `[num_slots, hot_rows]`) to -1."""
+@torch.library.custom_op("hisparse::reset_slots", mutates_args={"position_of", "queue_state"})
+def reset_slots(position_of: Tensor, queue_state: Tensor, slots: Tensor) -> None:
+    """Set the rows `slots` (int64 `[n]`) of `position_of` (int32 `[num_slots, hot_rows]`) to -1, those of `queue_state` to 0."""
     if slots.numel() == 0:
         return
     device = position_of.device.index
     num_slots, hot_rows = position_of.shape
-    arguments = ResetArgs(slots.data_ptr(), position_of.data_ptr(), slots.numel(), num_slots, hot_rows)
+    addresses = (slots.data_ptr(), position_of.data_ptr(), queue_state.data_ptr())
+    arguments = ResetArgs(*addresses, slots.numel(), num_slots, hot_rows)
     with torch.cuda.device(device):
         kernel = driver.load(Specialization("reset_slots"), device)
         kernel.launch((_RESET_BLOCKS_PER_SLOT, min(slots.numel(), _RESET_SLOTS_AT_ONCE)), 0, arguments)
@@ -179,5 +200,5 @@ def _(
 
 
 @reset_slots.register_fake
-def _(position_of: Tensor, slots: Tensor) -> None:
+def _(position_of: Tensor, queue_state: Tensor, slots: Tensor) -> None:
     """All results are written in place."""

@@ -13,11 +13,14 @@ from hisparse.kernels.cuda.arguments import ClusterOffsets, SharedOffsets
 WARP = 32
 RESOLVE_THREADS = 1024
 CLUSTER_THREADS = 256
-"""Of a block of `resolve_cluster`, which scans 1024 bins by four."""
+"""Of a block of `resolve_cluster`, which scans 1024 bins four at a time."""
 
 MOVE_THREADS = 512
 _ROWS_PER_BLOCK = 64
 """Rows that a block has under way: in several blocks, more than the link needs."""
+
+REPLAY_BLOCKS = 32
+"""Blocks of `move_rows` that read from the host as fast as a block on every multiprocessor does."""
 
 MAX_BLOCKS_PER_ROW = 32
 """One block reads host memory at a fifteenth of the link's rate, so a lone request gets this many."""
@@ -31,9 +34,12 @@ MAX_UNION_ROWS = 8
 MAX_CLUSTER = 8
 """The largest cluster that every device with clusters takes. Clusters of 16 were slower."""
 
+_CLUSTER_FILL = 2
+"""Blocks of `resolve_cluster` a multiprocessor: the plan of one runs beside the copies of another."""
+
 _MAX_SELECTIONS = 4
 _SEGMENT_POSITIONS = 128
-_STATIC_SHARED_BYTES = 8192
+_STATIC_SHARED_BYTES = 10240
 """Shared memory that the kernels declare themselves, rounded up: histogram, barriers, scans."""
 
 
@@ -221,11 +227,11 @@ def _lay_out_cluster(shape: ResolveShape, cluster: int) -> tuple[ClusterOffsets,
     columns = min(shape.topk, ceil_div(shape.topk, cluster * CLUSTER_THREADS) * CLUSTER_THREADS)
     capacity = min(shape.hot_rows, columns * min(shape.num_rows, MAX_UNION_ROWS))
     missed_words = ceil_div(ceil_div(shape.max_tokens, 32), cluster)
-    touched_words = ceil_div(ceil_div(shape.hot_rows, 32), cluster)
+    touched_words = align_up(ceil_div(shape.hot_rows, 32), 4)
     sizes = {
         "missed": missed_words * 4,
         "touched": touched_words * 4,
-        "bins": touched_words * 64,
+        "excluded": touched_words * 4,
         "misses": capacity * 4,
         "victims": capacity * 2,
         "rows": shape.num_rows * 2,
@@ -240,8 +246,8 @@ def _lay_out_cluster(shape: ResolveShape, cluster: int) -> tuple[ClusterOffsets,
 
 
 def cluster_size(num_requests: int, limits: DeviceLimits) -> int:
-    """Blocks that share one request: as many as fill the device once, a power of two."""
-    share = max(1, limits.num_multiprocessors // max(1, num_requests))
+    """Blocks that share one request: as many as fill the device `_CLUSTER_FILL` times, a power of two."""
+    share = max(1, _CLUSTER_FILL * limits.num_multiprocessors // max(1, num_requests))
     return min(MAX_CLUSTER, 1 << (share.bit_length() - 1))
 
 
@@ -254,3 +260,11 @@ def blocks_per_row(num_rows: int, limits: DeviceLimits) -> int:
 def move_blocks(num_copies: int, limits: DeviceLimits) -> int:
     """Blocks of one launch of `move_rows` for at most `num_copies` rows."""
     return max(1, min(limits.num_multiprocessors, ceil_div(num_copies, MOVE_THREADS // WARP)))
+
+
+def replay_blocks(num_copies: int, limits: DeviceLimits) -> int:
+    """The same for a plan's copies, which run beside the forward pass: no more blocks than keep the link busy.
+
+    More would only take multiprocessors from the model, and how many rows a plan has is known on the device alone.
+    """
+    return min(REPLAY_BLOCKS, move_blocks(num_copies, limits))

@@ -8,7 +8,7 @@ from hisparse.errors import InputError
 from hisparse.kernels.contract import BlockTables, HotState, MissPlan, PagedRows, ResolverCounters, Selection
 from hisparse.kernels.cuda import driver, ops
 from hisparse.kernels.cuda.arguments import MAX_LAYERS
-from hisparse.kernels.cuda.checks import check_resolve, check_rows, check_tensors
+from hisparse.kernels.cuda.checks import check_resolve, check_rows, check_tensors, plan_tensors
 from hisparse.kernels.cuda.parameters import MAX_ROWS
 
 
@@ -17,7 +17,8 @@ class CudaResolver:
 
     Every method only launches: one kernel on torch's current stream, no wait, no read-back; the output comes from
     torch's caching allocator. Calls can be captured in a CUDA graph once each was made before with rows of the same
-    size (the first one compiles). One object serves one stream at a time: its launches share scratch memory.
+    size (the first one compiles). `resolve` serves one stream at a time, because its launches share scratch memory;
+    the other methods may run on any stream beside it.
 
     A request may have 8 rows in one call of `resolve`. With more it may be told, by -1 and `STATUS_UNION_OVERFLOW`,
     that its union is too large although its hot rows would take it.
@@ -29,7 +30,7 @@ class CudaResolver:
         """Raises `BackendError` when the device, its driver or the compiler is missing or too old."""
         driver.device_limits(torch.device(device).index or 0)
         self.device = torch.empty(0, device=device).device
-        self._scratch = torch.zeros(2 + MAX_ROWS, dtype=torch.int32, device=self.device)
+        self._scratch = torch.zeros(MAX_ROWS, dtype=torch.int32, device=self.device)
 
     def resolve(
         self,
@@ -50,7 +51,7 @@ class CudaResolver:
             out,
             [selection.positions, selection.row_slot],
             [tables.resident, tables.host, tables.hot],
-            [state.position_of, state.hot_row_of, state.stamp, state.step],
+            [state.position_of, state.hot_row_of, state.stamp, state.step, state.queue, state.queue_state],
             source.storage,
             destination.storage,
             [plan.count, plan.host_row, plan.slab_row],
@@ -78,12 +79,7 @@ class CudaResolver:
         `sources[i]` and `destinations[i]` are one follower's rows; all of them share one host and one slab allocation.
         """
         self._check_device("the plan's host_row", plan.host_row)
-        expected = (
-            ("the plan's count", plan.count, torch.int32, (1,)),
-            ("the plan's host_row", plan.host_row, torch.int64, (-1,)),
-            ("the plan's slab_row", plan.slab_row, torch.int64, (plan.host_row.numel(),)),
-        )
-        check_tensors(expected, self.device)
+        check_tensors(plan_tensors(plan), self.device)
         for source, destination in zip(sources, destinations, strict=True):
             check_rows(source, destination, self.device)
         _check_shared(sources)
@@ -118,10 +114,11 @@ class CudaResolver:
         self._check_device("slots", slots)
         expected = (
             ("position_of", state.position_of, torch.int32, (-1, -1)),
+            ("queue_state", state.queue_state, torch.int32, (state.position_of.shape[0], 4)),
             ("slots", slots, torch.int64, (-1,)),
         )
         check_tensors(expected, self.device)
-        ops.reset_slots(state.position_of, slots)
+        ops.reset_slots(state.position_of, state.queue_state, slots)
 
     def _move(
         self, source_row: torch.Tensor, destination_row: torch.Tensor, source: PagedRows, destination: PagedRows

@@ -7,8 +7,10 @@ from hisparse.kernels.contract import Resolver
 from hisparse.kernels.cuda.resolver import CudaResolver
 from hisparse.worker.cuda import driver, numa
 from hisparse.worker.cuda.host_memory import PinnedMapping, PinRequest
+from hisparse.worker.cuda.side import CudaSideStream
 from hisparse.worker.cuda.stream import CudaStream
 from hisparse.worker.host_memory import HostMemory
+from hisparse.worker.side import SideStream
 from hisparse.worker.stream import CopyStream
 
 
@@ -41,6 +43,9 @@ class CudaBackend:
 
     def make_stream(self) -> CopyStream:
         return CudaStream(self._device)
+
+    def make_side_stream(self) -> SideStream:
+        return CudaSideStream(self._device)
 
     def make_resolver(self) -> Resolver:
         return CudaResolver(self._device)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from hisparse.errors import BackendError
+from hisparse.kernels import attention_libraries
 from hisparse.kernels.cuda.compiler import MINIMUM_ARCHITECTURE, nvrtc_version
 from hisparse.worker.cuda import driver, numa
 from hisparse.worker.cuda.host_memory import PinnedMapping, PinRequest
@@ -75,6 +76,7 @@ def inspect_machine(device: int = 0, sysfs: Path = numa.SYSFS) -> tuple[Finding,
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         findings.append(find_gpu(device))
+        findings.append(find_attention(torch.cuda.get_device_capability(device)))
     findings.append(find_memlock())
     findings.append(find_numa(driver.bus_id(device) if has_gpu else None, sysfs))
     if has_gpu:
@@ -139,6 +141,12 @@ def find_gpu(device: int) -> Finding:
         least = ".".join(map(str, MINIMUM_ARCHITECTURE))
         return Finding("gpu", Status.MISSING, value, f"the kernels need compute capability {least} or newer")
     return Finding("gpu", Status.OK, value)
+
+
+def find_attention(capability: tuple[int, int]) -> Finding:
+    """What computes decode attention on a GPU of this compute capability."""
+    value, install = attention_libraries.describe(capability)
+    return Finding("attention", Status.OK if install is None else Status.ADVICE, value, install)
 
 
 def find_memlock(limit: int | None = None) -> Finding:

@@ -60,12 +60,3 @@ __device__ __forceinline__ i32 atomic_add_acq_rel(i32* address, i32 value) {
                : "memory");
   return before;
 }
-
-__device__ __forceinline__ u64 atomic_add_acq_rel(u64* address, u64 value) {
-  u64 before;
-  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
-               : "=l"(before)
-               : "l"(__cvta_generic_to_global(address)), "l"(value)
-               : "memory");
-  return before;
-}

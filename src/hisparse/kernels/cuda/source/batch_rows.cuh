@@ -29,20 +29,10 @@ __device__ __forceinline__ void list_team_rows(const ResolveArgs& args, i32 own_
   }
 }
 
-struct Lease {
-  i32 any;
-  i32 all;
-};
-
-// Whether the request has any and all of its hot blocks. One warp calls it.
-__device__ __forceinline__ Lease read_lease(const i32* blocks, i32 num_blocks) {
-  bool any = false;
-  bool all = true;
+// How many hot blocks the request has leased. One warp calls it.
+__device__ __forceinline__ i32 count_leased(const i32* blocks, i32 num_blocks) {
+  i32 leased = 0;
 #pragma unroll 4
-  for (i32 block = lane_id(); block < num_blocks; block += WARP) {
-    const bool leased = blocks[block] != 0;
-    any |= leased;
-    all &= leased;
-  }
-  return {__any_sync(ALL_LANES, any), __all_sync(ALL_LANES, all)};
+  for (i32 block = lane_id(); block < num_blocks; block += WARP) leased += blocks[block] != 0;
+  return __reduce_add_sync(ALL_LANES, leased);
 }

@@ -9,11 +9,13 @@ constexpr i32 CLUSTER_SHIFT = CLUSTER == 8 ? 3 : CLUSTER == 4 ? 2 : CLUSTER == 2
 // Of this block in its cluster.
 __device__ __forceinline__ i32 cluster_rank() { return CLUSTER == 1 ? 0 : static_cast<i32>(blockIdx.x); }
 
-// The barrier in two halves: what a thread wrote before it arrived is visible to every thread that has waited.
+// The barrier in two halves: what a thread wrote to its own block's shared memory before it arrived is visible to every
+// thread that has waited. Global memory is not covered: a release of that waits for all that the thread has under way.
 __device__ __forceinline__ void cluster_arrive() {
   if (CLUSTER == 1) return;
   __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void cluster_wait() {
@@ -30,6 +32,15 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_wait();
 }
 
+// The barrier for global memory too.
+__device__ __forceinline__ void cluster_sync_global() {
+  if (CLUSTER > 1) {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  }
+  cluster_wait();
+}
+
 // The address, in another block of the cluster, of the shared variable that `own` points to in this one.
 __device__ __forceinline__ u32 remote_address(const void* own, i32 rank) {
   const u32 address = static_cast<u32>(__cvta_generic_to_shared(own));
@@ -39,12 +50,10 @@ __device__ __forceinline__ u32 remote_address(const void* own, i32 rank) {
   return remote;
 }
 
-__device__ __forceinline__ void remote_store(i32* own, i32 rank, i32 value) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote_address(own, rank)), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ void remote_store(u16* own, i32 rank, u16 value) {
-  asm volatile("st.shared::cluster.u16 [%0], %1;" ::"r"(remote_address(own, rank)), "h"(value) : "memory");
+__device__ __forceinline__ u32 remote_load(const u32* own, i32 rank) {
+  u32 word;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(word) : "r"(remote_address(own, rank)) : "memory");
+  return word;
 }
 
 __device__ __forceinline__ uint4 remote_load4(const u32* own, i32 rank) {
@@ -56,20 +65,15 @@ __device__ __forceinline__ uint4 remote_load4(const u32* own, i32 rank) {
   return words;
 }
 
-// Bits that are dealt out to the blocks of a cluster, a word of 32 at a time.
-struct SharedBits {
+// A set of bits that is dealt out to the blocks of a cluster, a word of 32 at a time.
+struct DealtBits {
   u32* words;     // this block's
   i32 num_words;  // of them
 
-  // All threads; a cluster barrier must follow before the first set().
+  // All threads; a cluster barrier must follow before the first insert().
   __device__ __forceinline__ void clear() const {
 #pragma unroll 1
     for (i32 word = threadIdx.x; word < num_words; word += THREADS) words[word] = 0u;
-  }
-
-  __device__ __forceinline__ void set(i32 bit) const {
-    asm volatile("red.relaxed.cluster.shared::cluster.or.b32 [%0], %1;" ::"r"(address(bit)), "r"(1u << (bit % 32))
-                 : "memory");
   }
 
   // Whether this call was the one that set it.

@@ -34,9 +34,9 @@ static_assert(sizeof(SharedOffsets) == 36, "SharedOffsets is packed");
 
 // The same for a kernel of clusters: each block holds a share of what its request needs.
 struct ClusterOffsets {
-  i32 missed;        // u32[missed_words], one bit a logical position
-  i32 touched;       // u32[touched_words], one bit a hot row
-  i32 bins;          // u16[32 * touched_words], by hot row
+  i32 missed;        // u32[missed_words], one bit a logical position, dealt out to the blocks
+  i32 touched;       // u32[touched_words], one bit a hot row: those that this block's selections read
+  i32 excluded;      // u32[touched_words]: those that no victim may be
   i32 misses;        // i32[capacity], logical positions
   i32 victims;       // u16[capacity], hot row by miss
   i32 rows;          // u16[num_rows], the batch rows of this request
@@ -47,18 +47,24 @@ struct ClusterOffsets {
 };
 static_assert(sizeof(ClusterOffsets) == 40, "ClusterOffsets is packed");
 
-// Scratch words between the blocks of one launch. All are 0 between launches.
-struct Scratch {
-  i32 planned;
-  i32 finished;     // blocks, or clusters
-  i32 arrivals[1];  // by the first batch row of a request
-};
-
 enum Counter { RESIDENT, HOT, MISS, BYTES, UNREACHABLE };
 constexpr i32 STATUS_UNION_OVERFLOW = 1;
 constexpr i32 EMPTY = -1;
 
+// What every launch reads comes first: arguments are fetched in lines, and the first fetch is waited for.
 struct ResolveArgs {
+  i32 num_rows;
+  i32 topk;
+  i32 num_slots;
+  i32 max_pages;
+  i32 hot_blocks;
+  i32 hot_rows;
+  i32 max_tokens;
+  i32 num_positions;  // what both the tables and the inverse map cover
+  i32 plan_rows;
+  i32 plan_capacity;
+  ClusterOffsets cluster;
+  i32 reserved[2];
   const i32* positions;  // [num_rows, topk]
   const i32* row_slot;   // [num_rows]
   i32* out;              // [num_rows, topk]
@@ -68,45 +74,39 @@ struct ResolveArgs {
   i32* position_of;      // [num_slots, hot_rows]
   i16* hot_row_of;       // [num_slots, max_tokens]
   i32* stamp;            // [num_slots, hot_rows]
-  i32* step;             // [1]
+  i32* step;             // [num_slots]
+  i16* queue;            // [num_slots, hot_rows up to a multiple of 4]
+  int4* queue_state;     // [num_slots], see victim_queue.cuh
   PagedRows source;
   PagedRows destination;
-  i32* plan_count;
-  i64* plan_host_row;
-  i64* plan_slab_row;
-  u64* totals;  // by Counter
+  i32* plan_count;     // [plan_rows]
+  i64* plan_host_row;  // [plan_rows, plan_capacity]
+  i64* plan_slab_row;  // [plan_rows, plan_capacity]
+  u64* totals;         // by Counter
   i32* status;
-  Scratch* scratch;
+  i32* arrivals;       // [num_rows or more], by the first batch row of a request; 0 between launches
   SharedOffsets shared;
-  ClusterOffsets cluster;
-  i32 num_rows;
-  i32 topk;
-  i32 num_slots;
-  i32 max_pages;
-  i32 hot_blocks;
-  i32 hot_rows;
-  i32 max_tokens;
-  i32 num_positions;  // what both the tables and the inverse map cover
 };
 
 constexpr i32 MAX_LAYERS = 16;
 
-// Copies of the rows `source_row[i]` to `destination_row[i]`, for every layer.
+// Copies of the rows `source_row[r][i]` to `destination_row[r][i]`, for every layer.
 struct MoveArgs {
-  const i64* source_row;
-  const i64* destination_row;
-  const i32* count;  // how many, on the device; if null, `num_rows`
-  u64* totals;       // if not null, totals[BYTES] grows by what was copied
-  i64 num_rows;
+  const i64* source_row;       // [num_rows, row_length]
+  const i64* destination_row;  // [num_rows, row_length]
+  const i32* count;            // [num_rows], how many of each row count; if null, all
+  u64* totals;                 // if not null, totals[BYTES] grows by what was copied
+  i64 row_length;
+  i32 num_rows;
   i32 num_layers;
-  i32 reserved;
   PagedRows source[MAX_LAYERS];
   PagedRows destination[MAX_LAYERS];
 };
 
 struct ResetArgs {
   const i64* slots;
-  i32* position_of;  // [num_slots, hot_rows]
+  i32* position_of;   // [num_slots, hot_rows]
+  int4* queue_state;  // [num_slots]
   i32 num_resets;
   i32 num_slots;
   i32 hot_rows;

@@ -1,4 +1,5 @@
-// Forgets the hot rows of some requests: without their positions, neither stamps nor inverse entries count.
+// Forgets the hot rows of some requests: without their positions, neither stamps nor inverse entries count. What was
+// noted about their order goes too.
 #include "layout.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) reset_slots(const __grid_constant__ ResetArgs args) {
@@ -9,5 +10,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) reset_slots(const __grid_c
     for (i32 row = blockIdx.x * THREADS + threadIdx.x; row < args.hot_rows; row += gridDim.x * THREADS) {
       position_of[row] = EMPTY;
     }
+    if (blockIdx.x == 0 && threadIdx.x == 0) args.queue_state[slot] = make_int4(0, 0, 0, 0);
   }
 }

@@ -3,6 +3,7 @@
 // The steps of a block: list the request's batch rows; classify their selections; number the missing positions;
 // start the first host reads of this block's share; choose the victims while those are under way; answer the missed
 // selections; finish the copies. The last block of a team to have read the replacement state updates it.
+#include "batch_plan.cuh"
 #include "classify.cuh"
 #include "layout.cuh"
 #include "miss_set.cuh"
@@ -70,23 +71,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) resolve(const __grid_co
   extern __shared__ __align__(128) char shared[];
   __shared__ i32 team_counts[2];
   __shared__ u32 sums[3];
-  __shared__ i32 plan_start;
-  __shared__ Lease lease;
+  __shared__ i32 num_leased;
   __shared__ u32 histogram[BINS];
   const i32 row = blockIdx.x;
   const i32 part = blockIdx.y;
   // Everything that needs no other load is asked for at once.
   const i32 slot = args.row_slot[row];
-  const i32 now = *args.step + 1;
   const i32 lane_slot = warp_id() == 0 ? slot_of(args, lane_id()) : EMPTY;
   const Positions prefetched = load_positions(args, row, threadIdx.x * AT_ONCE);
   if (slot < 0 || slot >= args.num_slots) {
     answer_padding(args, row, part);
-    __syncthreads();
-    if (threadIdx.x == 0) finish_block(args, now);
+    if (part == 0) close_plan_row(args, row, 0);
     return;
   }
 
+  const i32 now = args.step[slot] + 1;
   u16* const rows = reinterpret_cast<u16*>(shared + args.shared.rows);
   u16* const victims = reinterpret_cast<u16*>(shared + args.shared.victims);
   const MissSet misses{reinterpret_cast<u32*>(shared + args.shared.miss_bits),
@@ -106,7 +105,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) resolve(const __grid_co
                     false};
   RowMover mover(shared + args.shared.stages);
   if (warp_id() == 0) list_team_rows(args, row, slot, lane_slot, rows, team_counts);
-  if (warp_id() == 1) lease = read_lease(hot_blocks, args.hot_blocks);
+  if (warp_id() == 1) {
+    const i32 counted = count_leased(hot_blocks, args.hot_blocks);
+    if (lane_id() == 0) num_leased = counted;
+  }
   if (threadIdx.x < 3) sums[threadIdx.x] = 0u;
 #pragma unroll 1
   for (i32 bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0u;
@@ -121,16 +123,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) resolve(const __grid_co
                         args.stamp + hot_start,
                         args.num_positions,
                         args.destination.block_shift,
-                        lease.any != 0};
-  hot.fully_leased = lease.all != 0;
+                        num_leased != 0};
+  hot.fully_leased = num_leased == args.hot_blocks;
   if (request.has_lease) hot.fetch();
 
   Tally tally;
   const Positions first = rows[0] == row ? prefetched : load_positions(args, rows[0], threadIdx.x * AT_ONCE);
   const bool missed = classify(args, team, request, hot, misses, tally, first);
   tally.collect(sums);
-  if (!__syncthreads_or(missed)) {
-    if (threadIdx.x == 0) finish_block(args, now);
+  const bool loads = __syncthreads_or(missed);  // the same in all blocks of the team
+  if (part == 0 && row != rows[0]) close_plan_row(args, row, 0);
+  if (!loads) {
+    if (team.rank == 0) close_plan_row(args, row, 0);
+    if (is_last_reader(args, team) && threadIdx.x == 0) args.step[slot] = now;
     Tally::publish(sums, args.totals);
     return;
   }
@@ -148,13 +153,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) resolve(const __grid_co
 
     if (round == 0) {  // the first reads from host memory are under way
       num_loaded = choose_victims(hot, num_misses, histogram, victims);
-      if (threadIdx.x == 0) {
-        const i32 share = max(0, (num_loaded - team.rank + team.size - 1) / team.size);
-        plan_start = share > 0 ? atomicAdd(&args.scratch->planned, share) : 0;
-        finish_block(args, now);
-        if (team.rank == 0) count_request(args, num_misses, num_loaded);
+      if (team.rank == 0) {
+        close_plan_row(args, row, num_loaded);
+        if (threadIdx.x == 0) count_request(args, num_misses, num_loaded);
       }
-      if (is_last_reader(args, team)) commit(args, team, misses, victims, num_loaded, now);
+      if (is_last_reader(args, team)) {
+        commit(args, team, misses, victims, num_loaded, now);
+        if (threadIdx.x == 0) args.step[slot] = now;
+      }
       answer_misses(args, team, hot, misses, request.num_positions, victims, num_loaded, tally);
       tally.collect(sums);
     }
@@ -163,8 +169,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) resolve(const __grid_co
     char* target = nullptr;
     if (rank < num_loaded) {
       const i64 slab_row = hot.physical_row(victims[rank]);
-      args.plan_host_row[plan_start + index] = host_row;
-      args.plan_slab_row[plan_start + index] = slab_row;
+      const i64 entry = plan_entry(args, rows[0], rank);
+      args.plan_host_row[entry] = host_row;
+      args.plan_slab_row[entry] = slab_row;
       target = args.destination.row(slab_row);
     }
     mover.finish(target);

@@ -1,5 +1,6 @@
 // Moves rows of ROW_BYTES, up to ROWS_PER_WARP per warp at a time, in two halves: begin() may run before the
-// destination is known. The first ROWS_PER_WARP lanes each own one row; all lanes of a warp call both halves.
+// destination is known. The first ROWS_PER_WARP lanes each own one row; all lanes of a warp call both halves. In the
+// first round, any thread may start() the read of a row instead, whose owner then calls adopt() in place of begin().
 //
 // USE_BULK: the bulk copy engine (9.0 and later) brings a row to shared memory in the background, so that the time a
 // read from host memory takes passes while the block plans. Otherwise a warp copies with 16-byte loads in finish().
@@ -16,10 +17,14 @@ __device__ __forceinline__ i64 owned_row(i64 round) {
   return (round * ROWS_PER_WARP + lane_id()) * WARPS + warp_id();
 }
 
+// Where the row of index `index` of the first round is under way.
+__device__ __forceinline__ i32 place_of(i32 index) { return index % WARPS * ROWS_PER_WARP + index / WARPS; }
+
 #if USE_BULK
 
 // A stage starts on a line, like a row in host memory: packed stages moved 656-byte rows at 30 instead of 48 GB/s.
 constexpr i32 STAGE_BYTES = (ROW_BYTES + 127) / 128 * 128;
+constexpr i32 ALL_STAGES_BYTES = ROWS_PER_ROUND * STAGE_BYTES;
 
 class RowMover {
  public:
@@ -27,8 +32,10 @@ class RowMover {
   __device__ __forceinline__ explicit RowMover(char* stages) : phase_(0), in_flight_(false) {
     __shared__ u64 barriers[ROWS_PER_ROUND];
     const i32 own = warp_id() * ROWS_PER_WARP + min(lane_id(), ROWS_PER_WARP - 1);
-    barrier_ = static_cast<u32>(__cvta_generic_to_shared(&barriers[own]));
-    stage_ = static_cast<u32>(__cvta_generic_to_shared(stages)) + own * STAGE_BYTES;
+    barriers_ = static_cast<u32>(__cvta_generic_to_shared(barriers));
+    stages_ = static_cast<u32>(__cvta_generic_to_shared(stages));
+    barrier_ = barriers_ + own * 8;
+    stage_ = stages_ + own * STAGE_BYTES;
     if (lane_id() < ROWS_PER_WARP) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier_) : "memory");
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -38,13 +45,15 @@ class RowMover {
 
   __device__ __forceinline__ void begin(const char* source) {
     in_flight_ = source != nullptr;
-    if (!in_flight_) return;
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier_), "r"(ROW_BYTES) : "memory");
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(stage_),
-        "l"(__cvta_generic_to_global(source)), "r"(ROW_BYTES), "r"(barrier_)
-        : "memory");
+    if (in_flight_) read(barrier_, stage_, source);
   }
+
+  __device__ __forceinline__ void start(i32 index, const char* source) const {
+    if (index >= ROWS_PER_ROUND) return;
+    read(barriers_ + place_of(index) * 8, stages_ + place_of(index) * STAGE_BYTES, source);
+  }
+
+  __device__ __forceinline__ void adopt(const char* source) { in_flight_ = source != nullptr; }
 
   // A null destination drops the row.
   __device__ __forceinline__ void finish(char* destination) {
@@ -67,6 +76,14 @@ class RowMover {
   __device__ __forceinline__ void drain() const { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
  private:
+  static __device__ __forceinline__ void read(u32 barrier, u32 stage, const char* source) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(ROW_BYTES) : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(stage),
+        "l"(__cvta_generic_to_global(source)), "r"(ROW_BYTES), "r"(barrier)
+        : "memory");
+  }
+
   __device__ __forceinline__ void wait() {
     u32 done = 0;
     while (!done) {
@@ -79,7 +96,9 @@ class RowMover {
     phase_ ^= 1u;
   }
 
-  u32 barrier_;
+  u32 barriers_;  // of the block
+  u32 stages_;
+  u32 barrier_;  // of this lane's row
   u32 stage_;
   u32 phase_;
   bool in_flight_;
@@ -87,11 +106,17 @@ class RowMover {
 
 #else
 
+constexpr i32 ALL_STAGES_BYTES = 0;
+
 class RowMover {
  public:
   __device__ __forceinline__ explicit RowMover(char*) : source_(nullptr) {}
 
   __device__ __forceinline__ void begin(const char* source) { source_ = source; }
+
+  __device__ __forceinline__ void start(i32, const char*) const {}
+
+  __device__ __forceinline__ void adopt(const char* source) { source_ = source; }
 
   __device__ __forceinline__ void finish(char* destination) {
     constexpr i32 ROW_WORDS = ROW_BYTES / 16;

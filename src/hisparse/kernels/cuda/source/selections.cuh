@@ -1,10 +1,13 @@
 // Where each selected position of a request is, for a cluster: its blocks share out the columns of every batch row,
 // and each answers its own at once, except for what must be loaded.
 #pragma once
-#include "cluster_victims.cuh"
+#include "cluster.cuh"
 #include "layout.cuh"
+#include "row_mover.cuh"
 #include "tally.cuh"
+#include "victim_queue.cuh"
 
+constexpr u32 HAS_REPEATS = 1u << 31;
 constexpr i32 REPEATED = -0x7fffffff - 1;  // answer for now: another selection loads this position
 
 // Answer for now: the block's miss `index`; and back.
@@ -20,30 +23,30 @@ struct Request {
   i32 num_positions;  // from here on, nothing can be served
   i32 block_shift;
 
-  __device__ __forceinline__ i32 row_in(i32 block, i32 position) const {
+  __device__ __forceinline__ i64 row_in(i64 block, i32 position) const {
     return (block << block_shift) + (position & ((1 << block_shift) - 1));
   }
 
-  __device__ __forceinline__ i64 host_row(i32 position) const {
-    const i64 block = host[position >> block_shift];
-    return (block << block_shift) + (position & ((1 << block_shift) - 1));
-  }
+  __device__ __forceinline__ i64 host_row(i32 position) const { return row_in(host[position >> block_shift], position); }
 };
 
 // The positions that a request must load: the set of all blocks, and this block's list of those that it loads itself.
 struct Misses {
-  SharedBits positions;
+  DealtBits positions;
   i32* listed;
-  u32* count;  // may pass the capacity: what is past it is not listed
+  u32* count;  // may pass the capacity: what is past it is not listed. Its top bit: a selection repeats a miss
   i32 capacity;
 
-  // The answer for now.
+  // Lists a position, unless another selection has; returns its index or, if it has none, the answer for now.
   __device__ __forceinline__ i32 add(i32 position) const {
-    if (!positions.insert(position)) return REPEATED;
-    const i32 index = static_cast<i32>(atomicAdd(count, 1u));
+    if (!positions.insert(position)) {
+      atomicOr(count, HAS_REPEATS);
+      return REPEATED;
+    }
+    const i32 index = static_cast<i32>(atomicAdd(count, 1u) & ~HAS_REPEATS);
     if (index >= capacity) return EMPTY;
     listed[index] = position;
-    return answer_of_miss(index);
+    return index;
   }
 };
 
@@ -70,7 +73,7 @@ struct Selections {
   }
 
   // All loads that need no other come first, so that they wait together.
-  __device__ __forceinline__ void look_up(const Request& request, const LocalRows& hot) {
+  __device__ __forceinline__ void look_up(const Request& request, const HotRows& hot) {
 #pragma unroll
     for (i32 i = 0; i < SELECTIONS; ++i) {
       const bool tracked = static_cast<u32>(position[i]) < static_cast<u32>(request.num_positions);
@@ -87,27 +90,30 @@ struct Selections {
   }
 };
 
-// Answers a thread's selections in the columns from `first` on; returns whether one repeats a miss.
-__device__ __forceinline__ bool answer(const ResolveArgs& args, const Request& request, const LocalRows& hot,
-                                       const Misses& misses, const Selections& found, bool has_lease, i32 batch_row,
-                                       i32 first, Tally& tally) {
+// Answers a thread's selections in the columns from `first` on. The read of a listed miss starts at once, if it has a
+// place among the rows under way.
+__device__ __forceinline__ void answer(const ResolveArgs& args, const Request& request, const HotRows& hot,
+                                       const Misses& misses, const RowMover& mover, const Selections& found,
+                                       bool has_lease, i32 batch_row, i32 first, Tally& tally) {
   i32* const out = args.out + static_cast<i64>(batch_row) * args.topk;
-  bool repeats = false;
 #pragma unroll
   for (i32 i = 0; i < SELECTIONS; ++i) {
     if (Selections::column(first, i) >= args.topk) continue;
     const i32 position = found.position[i];
     i32 row = EMPTY;
     if (found.resident[i] != 0) {
-      row = request.row_in(found.resident[i], position);
+      row = static_cast<i32>(request.row_in(found.resident[i], position));
       ++tally.resident;
     } else if (position >= 0 && found.held[i] == position && found.hot_block[i] != 0) {
-      row = request.row_in(found.hot_block[i], found.hot_row[i]);
-      hot.touched.set(found.hot_row[i]);
+      row = static_cast<i32>(request.row_in(found.hot_block[i], found.hot_row[i]));
+      hot.touch(found.hot_row[i]);
       ++tally.hot;
     } else if (has_lease && found.host[i] != 0) {
       row = misses.add(position);
-      repeats |= row == REPEATED;
+      if (row >= 0) {
+        mover.start(row, args.source.row(request.row_in(found.host[i], position)));
+        row = answer_of_miss(row);
+      }
       if (row == EMPTY) atomicOr(args.status, STATUS_UNION_OVERFLOW);
       tally.unreachable += row == EMPTY;
     } else {
@@ -115,12 +121,11 @@ __device__ __forceinline__ bool answer(const ResolveArgs& args, const Request& r
     }
     out[Selections::column(first, i)] = row;
   }
-  return repeats;
 }
 
 // Replaces the answers for now of this thread's misses: the first `num_loaded` of the block have a victim.
 __device__ __forceinline__ void answer_misses(const ResolveArgs& args, const u16* rows, i32 num_rows,
-                                              const LocalRows& hot, const u16* victims, i32 num_loaded, Tally& tally) {
+                                              const HotRows& hot, const u16* victims, i32 num_loaded, Tally& tally) {
 #pragma unroll 1
   for (i32 i = 0; i < num_rows; ++i) {
     i32* const out = args.out + static_cast<i64>(rows[i]) * args.topk;
@@ -128,7 +133,7 @@ __device__ __forceinline__ void answer_misses(const ResolveArgs& args, const u16
     for (i32 column = Selections::column(0, 0); column < args.topk; column += CLUSTER * THREADS) {
       const i32 index = miss_of_answer(out[column]);
       if (!is_miss(out[column])) continue;
-      out[column] = index < num_loaded ? hot.physical_row(victims[index]) : EMPTY;
+      out[column] = index < num_loaded ? static_cast<i32>(hot.physical_row(victims[index])) : EMPTY;
       tally.unreachable += index >= num_loaded;
     }
   }
@@ -149,7 +154,7 @@ __device__ __forceinline__ i32 load_shared_state(const i16* address) {
 
 // Replaces the answers for now of this thread's repeated misses, a cluster barrier after the state was written.
 __device__ __forceinline__ void answer_repeats(const ResolveArgs& args, const u16* rows, i32 num_rows,
-                                               const Request& request, const LocalRows& hot, Tally& tally) {
+                                               const Request& request, const HotRows& hot, Tally& tally) {
 #pragma unroll 1
   for (i32 i = 0; i < num_rows; ++i) {
     const i64 start = static_cast<i64>(rows[i]) * args.topk;
@@ -160,7 +165,7 @@ __device__ __forceinline__ void answer_repeats(const ResolveArgs& args, const u1
       const i32 hot_row = load_shared_state(request.hot_row_of + position);
       const bool asked = static_cast<u32>(hot_row) < static_cast<u32>(hot.num_rows);
       const bool loaded = asked && load_shared_state(hot.position_of + hot_row) == position;
-      args.out[start + column] = loaded ? hot.physical_row(hot_row) : EMPTY;
+      args.out[start + column] = loaded ? static_cast<i32>(hot.physical_row(hot_row)) : EMPTY;
       tally.hot += loaded;
       tally.unreachable += !loaded;
     }

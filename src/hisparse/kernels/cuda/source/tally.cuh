@@ -25,7 +25,8 @@ struct Tally {
 
  private:
   static __device__ __forceinline__ void add(u32* total, u32 value) {
+    if (!__any_sync(ALL_LANES, value != 0u)) return;
     const u32 sum = __reduce_add_sync(ALL_LANES, value);
-    if (lane_id() == 0 && sum != 0) atomicAdd(total, sum);
+    if (lane_id() == 0) atomicAdd(total, sum);
   }
 };

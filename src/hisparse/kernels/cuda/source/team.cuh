@@ -20,20 +20,10 @@ __device__ __forceinline__ bool is_last_reader(const ResolveArgs& args, const Te
   __syncthreads();
   if (team.size == 1) return true;
   if (threadIdx.x == 0) {
-    i32* arrivals = &args.scratch->arrivals[team.rows[0]];
+    i32* arrivals = &args.arrivals[team.rows[0]];
     last = atomic_add_acq_rel(arrivals, 1) == team.size - 1;
     if (last) *arrivals = 0;
   }
   __syncthreads();
   return last;
-}
-
-// The last block of the launch publishes the plan's size, advances the step and clears the scratch. One thread of
-// every block calls it, once all threads of the block have read the step and its share of the plan is reserved.
-__device__ __forceinline__ void finish_block(const ResolveArgs& args, i32 step) {
-  const i32 num_blocks = static_cast<i32>(gridDim.x * gridDim.y);
-  if (atomic_add_acq_rel(&args.scratch->finished, 1) != num_blocks - 1) return;
-  *args.plan_count = atomicExch(&args.scratch->planned, 0);
-  *args.step = step;
-  args.scratch->finished = 0;
 }
