@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from hisparse.errors import CapacityError, InputError
 from hisparse.geometry import BlockGeometry, RowFormat, ceil_div, device_blocks, host_blocks
@@ -39,6 +40,10 @@ def parse_size(text: str, what: str = "size") -> int:
     return num_bytes
 
 
+KVDtype = Literal["auto", "fp8_ds_mla"]
+"""How KV rows are stored: as elements of the model's own dtype, or packed in 656 bytes."""
+
+
 class WriteBack(Enum):
     """When a full page leaves for the host: when its block is needed, as soon as it is full, or not at all.
 
@@ -55,13 +60,14 @@ class ModelGeometry:
     """What the cache needs to know of a model. No torch, no transformers.
 
     `leader_of[i]` is the layer whose indexer selects the rows of layer `i`; leaders name themselves.
-    `index_row_bytes` is one token's index key of one leader.
+    `index_row_bytes` is one token's index key of one leader, of `index_dtype` elements; None is the rows' own type.
     """
 
     row: RowFormat
     leader_of: tuple[int, ...]
     index_topk: int
     index_row_bytes: int
+    index_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.index_topk <= 0:

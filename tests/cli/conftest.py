@@ -57,8 +57,13 @@ class FakeBackend:
 
     def load_model(self, name: str, dtype: str, device: str) -> SimpleNamespace:
         self.loaded.append((name, dtype, device))
-        geometry = ModelGeometry(RowFormat("float32", 320), leader_of=(0, 1, 2, 3), index_topk=32, index_row_bytes=64)
-        return SimpleNamespace(geometry=geometry, tokenizer=SimpleNamespace(encode=lambda text: list(text.encode())))
+        return SimpleNamespace(
+            geometry_for=self.geometry_for, tokenizer=SimpleNamespace(encode=lambda text: list(text.encode()))
+        )
+
+    def geometry_for(self, kv_dtype: str) -> ModelGeometry:
+        row = RowFormat("float32", 320) if kv_dtype == "auto" else RowFormat(kv_dtype, 656)
+        return ModelGeometry(row, leader_of=(0, 1, 2, 3), index_topk=32, index_row_bytes=64)
 
     def make_engine(self, loaded: Any, config: Any) -> "FakeEngine":
         self.engines.append(FakeEngine(self, config))

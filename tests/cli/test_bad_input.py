@@ -24,6 +24,7 @@ MISTAKES = {
     "empty host pool": (["--prompt", "x", "--host-pool", "0"], "at least one byte"),
     "block size": (["--prompt", "x", "--block-size", "0"], "block size 0 must be a power of two"),
     "device": (["--prompt", "x", "--device", "tpu"], "'tpu' is not one of 'cpu', 'cuda'"),
+    "kv dtype": (["--prompt", "x", "--kv-dtype", "int4"], "'int4' is not one of 'auto', 'fp8_ds_mla'"),
     "max tokens": (["--prompt", "x", "--max-tokens", "0"], "--max-tokens"),
     "seed": (["--prompt", "x", "--seed", "red"], "--seed"),
     "unknown option": (["--prompt", "x", "--fast"], "--fast"),

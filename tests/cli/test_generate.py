@@ -101,7 +101,7 @@ def test_prompts_come_in_the_documented_order(backend: FakeBackend, tmp_path: Pa
 
 def test_options_reach_the_engine(backend: FakeBackend) -> None:
     options = "--device-kv 512KiB --host-pool 2MiB --hot-rows 96 --staging-rows 64 --block-size 32 --max-running 3"
-    options += " --chunk-size 100 --write-back eager --verify"
+    options += " --chunk-size 100 --write-back eager --kv-dtype fp8_ds_mla --verify"
     sampling = "--max-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 5 --seed 11 --stop END --stop-token 4 --ignore-eos"
     prompts = ["--prompt", "hi"] * 4
     assert main(["generate", MODEL, *prompts, *options.split(), *sampling.split()]) == 0
@@ -115,6 +115,7 @@ def test_options_reach_the_engine(backend: FakeBackend) -> None:
         "max_running": 3,
         "chunk_tokens": 100,
         "write_back": WriteBack.EAGER,
+        "kv_dtype": "fp8_ds_mla",
         "keep_logits": True,
         "fixed_shapes": True,
     }
@@ -139,6 +140,14 @@ def test_where_nothing_may_leave_the_device_the_default_budget_holds_everything(
     budgets = [engine.config.slab_bytes for engine in backend.engines]
     assert budgets[:2] == [None, 1 << 20]
     assert budgets[2] is not None
+
+
+def test_a_share_of_the_kv_is_one_of_rows_as_they_are_stored(backend: FakeBackend) -> None:
+    share = ["generate", MODEL, "--prompt", "hello", "--max-tokens", "95", "--device-kv", "50%"]
+    assert main(share) == 0
+    assert main([*share, "--kv-dtype", "fp8_ds_mla"]) == 0
+    budgets = [engine.config.slab_bytes for engine in backend.engines]
+    assert budgets == [100 * 4 * 320 // 2, 100 * 4 * 656 // 2]
 
 
 def test_there_are_no_more_slots_than_prompts(backend: FakeBackend) -> None:

@@ -25,6 +25,7 @@ MISTAKES = {
     "staging rows": (MODELS[0], ["--prompt", "x", "--staging-rows", "16"], "must be at least top-k, 32"),
     "block size": (MODELS[0], ["--prompt", "x", "--block-size", "24"], "must be a power of two"),
     "dtype": (MODELS[0], ["--prompt", "x", "--dtype", "int3"], "unknown dtype 'int3'"),
+    "kv dtype": (MODELS[0], ["--prompt", "x", "--kv-dtype", "fp8_ds_mla"], "512+64 wide; this model's are 64+16"),
     "token id": (MODELS[0], ["--prompt-ids", "65,256"], "token id 256 is outside the vocabulary of 256"),
     "negative token id": (MODELS[0], ["--prompt-ids=-1"], "token id -1 is outside the vocabulary"),
     "too long": (MODELS[0], ["--prompt", "x", "--max-tokens", "131072"], "131073 tokens, prompt and output together"),

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from hisparse.config import TAIL_PAGES, WriteBack
+from hisparse.config import TAIL_PAGES, KVDtype, WriteBack
 from hisparse.engine import Engine, EngineConfig, LoadedModel, RequestResult, SamplingParams, load_model
 from hisparse.engine.stats import EngineStats
 from hisparse.engine.stock import StockRun, stock_generate, stock_model
@@ -41,11 +41,15 @@ class Case:
     write_back: WriteBack = WriteBack.PRESSURE
     copy_delay: int = 0
     params: SamplingParams = GREEDY
+    kv_dtype: KVDtype = "auto"
 
     def config(self, loaded: LoadedModel) -> EngineConfig:
+        small = None
+        if self.spare_blocks is not None:
+            small = slab_bytes(loaded, self.block_size, self.spare_blocks, self.kv_dtype)
         return EngineConfig(
             max_tokens=MAX_LENGTH,
-            slab_bytes=None if self.spare_blocks is None else slab_bytes(loaded, self.block_size, self.spare_blocks),
+            slab_bytes=small,
             host_pool_bytes=8 << 20,
             block_size=self.block_size,
             hot_rows=HOT_ROWS,
@@ -53,6 +57,7 @@ class Case:
             max_running=self.max_running,
             chunk_tokens=self.chunk,
             write_back=self.write_back,
+            kv_dtype=self.kv_dtype,
             copy_delay=self.copy_delay,
             seed=self.copy_delay,
             keep_logits=True,
@@ -60,10 +65,10 @@ class Case:
         )
 
 
-def slab_bytes(loaded: LoadedModel, block_size: int, spare_blocks: int) -> int:
+def slab_bytes(loaded: LoadedModel, block_size: int, spare_blocks: int, kv_dtype: KVDtype = "auto") -> int:
     """A slab of the fewest blocks that run one request, and `spare_blocks` more."""
     least = 1 + TAIL_PAGES + ceil_div(HOT_ROWS, block_size) + ceil_div(STAGING_ROWS, block_size)
-    geometry = loaded.geometry
+    geometry = loaded.geometry_for(kv_dtype)
     page = device_blocks(geometry.row, geometry.num_layers, block_size).payload_bytes
     return (least + spare_blocks) * page
 

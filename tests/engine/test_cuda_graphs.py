@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hisparse.engine.cuda_graphs import DecodeGraphs, DecodeLimits, DecodeRows, DecodeShape
+from hisparse.engine.cuda_graphs import MAX_GRAPHS, DecodeGraphs, DecodeLimits, DecodeRows, DecodeShape, Recent
 from hisparse.errors import InvariantError
 
 LIMITS = DecodeLimits(max_rows=12, max_tokens=5000)
@@ -19,8 +19,60 @@ LIMITS = DecodeLimits(max_rows=12, max_tokens=5000)
         (12, 5000, DecodeShape(12, 5000)),
     ],
 )
-def test_sizes_are_powers_of_two_up_to_the_limits(num_rows: int, context: int, shape: DecodeShape) -> None:
+def test_sizes_are_buckets_up_to_the_limits(num_rows: int, context: int, shape: DecodeShape) -> None:
     assert LIMITS.bucket(num_rows, context) == shape
+
+
+def test_rows_are_powers_of_two_up_to_16_and_multiples_of_8_from_there_to_the_most() -> None:
+    limits = DecodeLimits(max_rows=100, max_tokens=5000)
+    buckets = [limits.bucket(rows, 1).num_rows for rows in range(1, 101)]
+    assert sorted(set(buckets)) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 100]
+    assert buckets == sorted(buckets)
+    assert all(bucket >= rows for rows, bucket in enumerate(buckets, start=1))
+    assert buckets[34 - 1] == 40
+
+
+def test_no_more_values_are_kept_than_the_limit_and_the_least_recently_used_goes() -> None:
+    made: list[str] = []
+    recent: Recent[str, str] = Recent(3)
+
+    def use(keys: str) -> str:
+        made.clear()
+        for key in keys:
+            assert recent.get_or_make(key, lambda name: made.append(name) or name.upper()) == key.upper()
+            assert len(recent) <= 3
+        return "".join(made)
+
+    assert use("abcab") == "abc"
+    assert use("d") == "d"
+    assert use("abd") == "", "c was used least recently"
+    assert use("c") == "c"
+    assert use("a") == "a"
+    recent.clear()
+    assert len(recent) == 0
+    assert use("a") == "a"
+
+
+def test_what_must_go_is_there_until_its_successor_is_made() -> None:
+    recent: Recent[int, int] = Recent(2)
+    kept: list[int] = []
+
+    def make(key: int) -> int:
+        kept.append(len(recent))
+        return key
+
+    for key in range(4):
+        recent.get_or_make(key, make)
+    assert kept == [0, 1, 2, 2]
+    assert len(recent) == 2
+
+
+def test_one_long_request_or_many_short_ones_use_fewer_sizes_than_are_kept() -> None:
+    limits = DecodeLimits(max_rows=64, max_tokens=163840)
+    one = {limits.bucket(1, context) for context in range(1, 163840, 500)}
+    many = {limits.bucket(rows, 32768) for rows in range(1, 65)}
+    assert len(one) < MAX_GRAPHS
+    assert len(many) < MAX_GRAPHS
 
 
 def test_fixed_rows_are_always_the_most() -> None:

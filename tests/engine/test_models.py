@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hisparse.engine.builtin import BUILTIN_MODELS, builtin_config, builtin_mode
 from hisparse.engine.models import LoadedModel, geometry_of, leaders_of, load_model
 from hisparse.engine.tokenizer import ByteTokenizer
 from hisparse.errors import InputError
+from tests.engine.wide import wide_model
 
 CHECKSUMS = {"builtin:tiny-v32": 3518018884, "builtin:tiny-glm": 797106831}
 
@@ -77,6 +79,19 @@ def test_the_geometry_counts_the_bytes_of_a_row_and_names_each_layers_leader() -
     assert glm.index_row_bytes == 24 * 2
     assert glm.leader_of == (0, 0, 2, 2)
     assert (glm.index_topk, glm.leaders) == (32, (0, 2))
+
+
+def test_packed_rows_change_the_row_and_nothing_else() -> None:
+    loaded = wide_model("bfloat16")
+    packed = loaded.geometry_for("fp8_ds_mla")
+    assert (loaded.geometry.row.row_bytes, packed.row.row_bytes) == (1152, 656)
+    assert packed == replace(loaded.geometry, row=packed.row, index_dtype="bfloat16")
+    assert loaded.geometry_for("auto") == loaded.geometry
+
+
+def test_a_model_of_other_rows_cannot_pack_them(tiny: LoadedModel) -> None:
+    with pytest.raises(InputError, match=r"^fp8_ds_mla rows are 512\+64 wide; this model's are 64\+16$"):
+        tiny.geometry_for("fp8_ds_mla")
 
 
 def test_a_first_layer_that_shares_is_refused() -> None:

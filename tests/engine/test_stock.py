@@ -9,7 +9,8 @@ import torch
 from hisparse.engine.hooks import DsaModelRunner
 from hisparse.engine.models import LoadedModel
 from hisparse.engine.sampler import SamplingParams, sample
-from hisparse.engine.stock import LowestPositionTies, stock_generate, stock_model
+from hisparse.engine.stock import LowestPositionTies, round_latents, stock_generate, stock_model
+from hisparse.kernels.fp8_rows import pack_rows, unpack_rows
 
 PROMPT = list(b"Equal scores are common where a rectifier has cut them off at zero.")
 GREEDY = SamplingParams()
@@ -32,6 +33,15 @@ def test_inside_the_rule_equal_scores_go_to_the_lowest_position() -> None:
 def test_control_without_the_rule_topk_chooses_otherwise() -> None:
     scores, expected = tied_scores()
     assert not torch.equal(scores.topk(20, dim=-1).indices.sort().values, expected)
+
+
+def test_rounded_latents_are_what_packed_rows_say() -> None:
+    rows = torch.randn(40, 576) * torch.logspace(-3, 3, 40).unsqueeze(1)
+    rows[:, 7:512:128] *= 2.0 ** torch.arange(40).unsqueeze(1).remainder(12)  # the others are small beside it
+    said = unpack_rows(pack_rows(rows))[:, :512]
+    assert torch.equal(round_latents(rows[:, :512]), said)
+    assert not torch.equal(rows[:, :512], said)
+    assert not round_latents(torch.zeros(1, 512)).any()
 
 
 def test_the_rule_may_ask_for_as_many_as_there_are() -> None:

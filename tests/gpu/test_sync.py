@@ -1,6 +1,7 @@
 """Nothing in a decode step makes the host wait for the GPU: the token that the engine reads comes after it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from hisparse.protocol import (
 )
 from hisparse.worker import HiSparseWorker
 from hisparse.worker.cuda import CudaBackend
+from tests.engine.wide import wide_model
 from tests.gpu.marks import NEEDS_GPU
 
 pytestmark = NEEDS_GPU
@@ -32,9 +34,12 @@ PAGE = 16
 NUM_PAGES = 8
 
 
-@pytest.fixture
-def loaded() -> LoadedModel:
-    return load_model("builtin:tiny-glm", "float32", "cuda")
+@pytest.fixture(params=["plain rows", "packed rows"])
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    if request.param == "plain rows":
+        return load_model("builtin:tiny-glm", "float32", "cuda")
+    wide = wide_model("bfloat16", "cuda")
+    return replace(wide, geometry=wide.geometry_for("fp8_ds_mla"))
 
 
 @pytest.fixture

@@ -32,6 +32,22 @@ def test_zeros_stay_zeros() -> None:
     assert not fp8_rows.unpack_rows(fp8_rows.pack_rows(torch.zeros(2, 576))).any()
 
 
+def test_groups_too_small_for_a_scale_are_zeros_and_the_next_larger_are_not() -> None:
+    rows = torch.full((2, 576), fp8_rows.LEAST)
+    rows[0, :512] *= 0.999
+    back = fp8_rows.unpack_rows(fp8_rows.pack_rows(rows))
+    assert not back[0, :512].any()
+    assert torch.equal(back[1, :512], rows[1, :512])
+
+
+def test_halves_go_to_the_even_code() -> None:
+    """With 448 in the group the scale is 1: codes of 16 to 32 are 2 apart, those of less than 2^-6 are 2^-9 apart."""
+    rows = torch.zeros(1, 576)
+    rows[0, :7] = torch.tensor([448.0, 17.0, 19.0, -17.0, 1.5 * 2**-9, 2.5 * 2**-9, 0.5 * 2**-9])
+    back = fp8_rows.unpack_rows(fp8_rows.pack_rows(rows))
+    assert back[0, :7].tolist() == [448.0, 16.0, 20.0, -16.0, 2 * 2**-9, 2 * 2**-9, 0.0]
+
+
 @pytest.mark.parametrize("shape", [(2, 575), (576,)])
 def test_rows_of_another_width_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match="576"):

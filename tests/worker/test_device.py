@@ -65,6 +65,16 @@ def test_keys_beside_packed_rows_are_bytes() -> None:
     assert torch.equal(store.read(1, torch.tensor([7])), keys)
 
 
+def test_keys_beside_packed_rows_are_numbers_where_the_geometry_names_their_type() -> None:
+    plan = make_plan(RowFormat("fp8_ds_mla", 656))
+    store = IndexerStore(replace(plan, model=replace(plan.model, index_dtype="bfloat16")), allocate)
+    keys = torch.randn(1, 16).bfloat16()
+    store.write(1, torch.tensor([7]), keys)
+    assert torch.equal(store.read(1, torch.tensor([7])), keys)
+    with pytest.raises(InvariantError, match=r"bfloat16, not torch\.uint8"):
+        store.write(1, torch.tensor([7]), torch.zeros(1, 32, dtype=torch.uint8))
+
+
 def test_a_closed_store_raises(plan: CachePlan) -> None:
     store = IndexerStore(plan, allocate)
     store.close()

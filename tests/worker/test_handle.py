@@ -6,8 +6,10 @@ import torch
 from hisparse.errors import InputError, InvariantError
 from hisparse.geometry import RowFormat
 from hisparse.kernels.contract import Selection
+from hisparse.kernels.fp8_rows import pack_rows, unpack_rows
 from hisparse.protocol import Table
 from hisparse.worker import FollowerRuntime, LeaderRuntime
+from tests.worker.late_side import LateBackend
 from tests.worker.world import LEADER_OF, MakeWorld, World, make_plan
 
 
@@ -65,7 +67,8 @@ def test_every_layer_decodes_its_own_bytes_from_device_and_host_alike(world: Wor
     assert counters["bytes"] == 4 * len(LEADER_OF) * 48
 
 
-def test_the_check_of_a_follower_s_bytes_fails_when_it_does_not_load(world: World) -> None:
+def test_the_check_of_a_follower_s_bytes_fails_when_it_does_not_load(make_world: MakeWorld) -> None:
+    world = make_world(LateBackend())
     spill_all_but_last(world, slot=1, num_pages=5)
     rows = world.worker.handles[0].resolve(select(1, [0, 7, 9, 19]))
     positions = torch.tensor([[0, 7, 9, 19]])
@@ -86,9 +89,8 @@ def test_loading_twice_for_one_resolve_copies_once(world: World) -> None:
 def test_a_follower_that_misses_a_plan_says_so(world: World) -> None:
     spill_all_but_last(world, slot=1, num_pages=5)
     world.worker.handles[0].resolve(select(1, [0, 1, 2, 3]))
-    world.worker.handles[0].resolve(select(1, [4, 5, 6, 7]))
-    with pytest.raises(InvariantError, match="layer 1 missed 1 plans of layer 0"):
-        world.worker.handles[1].load_followed()
+    with pytest.raises(InvariantError, match="layer 1 missed a plan of layer 0: it must load after each"):
+        world.worker.handles[0].resolve(select(1, [4, 5, 6, 7]))
 
 
 # Prefill.
@@ -174,12 +176,16 @@ def test_half_precision_rows_come_back_from_the_host_bit_for_bit(make_world: Mak
         assert torch.equal(got, values[layer])
 
 
-def test_packed_rows_are_moved_and_resolved_but_not_read_as_numbers(make_world: MakeWorld) -> None:
+@pytest.mark.parametrize("packed_before", [True, False], ids=["packed before", "packed on write"])
+def test_packed_rows_come_back_from_the_host_bit_for_bit_and_are_read_as_numbers(
+    make_world: MakeWorld, packed_before: bool
+) -> None:
     world = make_world(plan=make_plan(RowFormat("fp8_ds_mla", 656)))
-    packed = torch.randint(0, 256, (len(LEADER_OF), 4, 656), dtype=torch.uint8)
+    values = torch.randn(len(LEADER_OF), 4, 576).bfloat16()
+    packed = pack_rows(values.flatten(0, 1)).view(len(LEADER_OF), 4, 656)
     (block,) = world.admit_pages(0, 1)
     for handle in world.worker.handles:
-        handle.write(block * 4 + torch.arange(4), packed[handle.layer])
+        handle.write(block * 4 + torch.arange(4), (packed if packed_before else values)[handle.layer])
     host = world.spill(0, {0: block})
     world.step(updates=world.on_host(0, host))
     assert int(world.worker.tables[Table.RESIDENT][0, 0]) == 0
@@ -187,5 +193,16 @@ def test_packed_rows_are_moved_and_resolved_but_not_read_as_numbers(make_world: 
     world.worker.handles[1].load_followed()
     for handle in world.worker.handles[:2]:
         assert torch.equal(handle.runtime.views.slab.read(rows[0], torch.uint8), packed[handle.layer])
-    with pytest.raises(InputError, match="fp8_ds_mla rows cannot be read as numbers on the CPU"):
-        world.worker.handles[0].gather(rows)
+        assert torch.equal(handle.gather(rows)[0], unpack_rows(packed[handle.layer]))
+        assert torch.equal(handle.gather(rows.new_full((1, 2), -1)), torch.zeros(1, 2, 576))
+        assert handle.gather(rows[:0]).shape == (0, 4, 576)
+
+
+def test_numbers_that_do_not_fit_packed_rows_are_refused(make_world: MakeWorld) -> None:
+    handle = make_world(plan=make_plan(RowFormat("fp8_ds_mla", 656))).worker.handles[0]
+    with pytest.raises(InputError, match="packs rows of 576 elements"):
+        handle.write(torch.tensor([9]), torch.zeros(1, 575))
+    with pytest.raises(InvariantError, match=r"stores torch\.uint8 elements, not torch\.int32"):
+        handle.write(torch.tensor([9]), torch.zeros(1, 656, dtype=torch.int32))
+    with pytest.raises(InvariantError, match="no place to write"):
+        handle.write(torch.tensor([0]), torch.zeros(1, 576))

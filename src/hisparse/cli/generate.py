@@ -12,7 +12,7 @@ import typer
 
 from hisparse.cli.options import DeviceOptions, GenerateOptions, OutputOptions, SamplingOptions
 from hisparse.cli.session import run_generate
-from hisparse.config import WriteBack
+from hisparse.config import KVDtype, WriteBack
 
 
 class Device(Enum):
@@ -43,6 +43,12 @@ def generate(
             "models, bfloat16 otherwise]",
         ),
     ] = None,
+    kv_dtype: Annotated[
+        KVDtype,
+        typer.Option(
+            help="How KV rows are stored: in the dtype of the weights, or packed in 656 bytes (latents of 512 + 64)."
+        ),
+    ] = "auto",
     device_kv: Annotated[
         str | None,
         typer.Option(
@@ -116,6 +122,7 @@ def generate(
         device=DeviceOptions(
             device=device.value,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             device_kv=device_kv,
             host_pool=host_pool,
             hot_rows=hot_rows,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from hisparse.config import WriteBack
+from hisparse.config import KVDtype, WriteBack
 
 BUILTIN_PREFIX = "builtin:"
 
@@ -28,6 +28,7 @@ class DeviceOptions:
 
     device: str
     dtype: str | None
+    kv_dtype: KVDtype
     device_kv: str | None
     host_pool: str
     hot_rows: int | None

@@ -41,7 +41,7 @@ def run_generate(options: GenerateOptions) -> int:
     params = _sampling(options.sampling)
     loaded = load_model(options.model, options.dtype, options.device.device)
     prompt_ids = encode_prompts(prompts, loaded.tokenizer.encode)
-    config = engine_config(options, loaded.geometry, [len(ids) for ids in prompt_ids])
+    config = engine_config(options, loaded.geometry_for(options.device.kv_dtype), [len(ids) for ids in prompt_ids])
     with Engine(loaded, config) as engine:
         for ids in prompt_ids:
             engine.add_request(ids, params)
@@ -62,7 +62,8 @@ def run_generate(options: GenerateOptions) -> int:
 def engine_config(options: GenerateOptions, model: ModelGeometry, prompt_tokens: Sequence[int]) -> "EngineConfig":
     """The engine's configuration, with every default that depends on the model or the prompts filled in.
 
-    `prompt_tokens` are the lengths of the prompts. Raises `InputError` for sizes that do not parse.
+    `model` is the geometry of rows as they are stored, `prompt_tokens` are the lengths of the prompts. Raises
+    `InputError` for sizes that do not parse.
     """
     from hisparse.engine import EngineConfig
 
@@ -93,6 +94,7 @@ def engine_config(options: GenerateOptions, model: ModelGeometry, prompt_tokens:
         max_running=num_running,
         chunk_tokens=sizes.chunk_tokens,
         write_back=sizes.write_back,
+        kv_dtype=sizes.kv_dtype,
         keep_logits=options.output.verify,
         # Two runs are compared token by token, and the same requests meet in other steps.
         fixed_shapes=options.output.verify,

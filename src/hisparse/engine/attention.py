@@ -112,8 +112,17 @@ class RowAttention(Protocol):
         """Query rows of a prefill that are staged at once, at most."""
         ...
 
+    def decode(self, query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """As a call, for decode rows: bits may depend on how many rows there are, but neither on the others nor on
+        where rows lie."""
+        ...
+
     def __call__(self, query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """`query` `[t, H, lora + rope]` over `rows`, int32 `[t, K]`, -1 for none: float32 `[t, H, lora]`."""
+        """`query` `[t, H, lora + rope]` over `rows`, int32 `[t, K]`, -1 for none.
+
+        Returns `[t, H, lora]`, float32 or of `dtype`. Bits do not depend on how many rows there are: a prefill's passes
+        are as long as its rows on host let them be.
+        """
         ...
 
 
@@ -134,6 +143,8 @@ class GatheredRows:
         size = self.pass_size(query, rows)
         passes = zip(query.split(size), rows.split(size), strict=True)
         return torch.cat([attend(q, self._cache.gather(r), r >= 0, self._weights) for q, r in passes])
+
+    decode = __call__
 
 
 class LayerAttention:
@@ -162,7 +173,7 @@ class LayerAttention:
         decode = batch.num_decode
         latents = torch.cat(
             [
-                self._attend_rows(absorbed[:decode], selected[:decode]),
+                self._attend_rows.decode(absorbed[:decode], selected[:decode]),
                 *self._attend_prefill(absorbed[decode:], selected[decode:], batch.slots[decode:]),
             ]
         )

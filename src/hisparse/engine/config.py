@@ -1,10 +1,12 @@
 """The engine's options and how they become sizes of caches."""
 
 from dataclasses import dataclass
+from typing import get_args
 
-from hisparse.config import GIB, CacheConfig, CachePlan, ModelGeometry, WriteBack, plan_cache
-from hisparse.errors import InputError
+from hisparse.config import GIB, CacheConfig, CachePlan, KVDtype, ModelGeometry, WriteBack, plan_cache
+from hisparse.errors import InputError, InvariantError
 from hisparse.geometry import ceil_div, device_blocks
+from hisparse.kernels.attention_libraries import AttentionChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,8 +15,9 @@ class EngineConfig:
 
     `slab_bytes` None makes a slab that holds everything, so that nothing is ever spilled. `hot_rows` None is twice
     top-k, `staging_rows` None four times. `chunk_tokens` bounds the prompt tokens of a step. `indexer_tokens` None
-    holds `max_running` requests of the longest kind. `copy_delay` makes the CPU backend's copies late by up to so
-    many steps, chosen by `seed`, as copies on a GPU are. `debug` checks all invariants after every step.
+    holds `max_running` requests of the longest kind. `kv_dtype` "auto" stores rows in the model's dtype. `attention`
+    names what computes decode rows on a GPU. `copy_delay` makes the CPU backend's copies late by up to so many steps,
+    chosen by `seed`, as copies on a GPU are. `debug` checks all invariants after every step.
     """
 
     max_tokens: int
@@ -27,6 +30,8 @@ class EngineConfig:
     chunk_tokens: int = 512
     indexer_tokens: int | None = None
     write_back: WriteBack = WriteBack.PRESSURE
+    kv_dtype: KVDtype = "auto"
+    attention: AttentionChoice = "auto"
     copy_delay: int = 0
     seed: int = 0
     keep_logits: bool = False
@@ -40,9 +45,18 @@ class EngineConfig:
                 raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.copy_delay < 0:
             raise InputError(f"copy_delay must be 0 or more steps, not {self.copy_delay}")
+        if self.kv_dtype not in get_args(KVDtype):
+            raise InputError(f"unknown KV dtype {self.kv_dtype!r}: use one of {', '.join(get_args(KVDtype))}")
+        if self.attention not in get_args(AttentionChoice):
+            raise InputError(f"unknown attention {self.attention!r}: use one of {', '.join(get_args(AttentionChoice))}")
 
     def plan(self, model: ModelGeometry) -> CachePlan:
-        """The pools for a model. Raises as `plan_cache` does."""
+        """The pools for a model whose rows are stored as `kv_dtype`: what `LoadedModel.geometry_for` gives.
+
+        Raises as `plan_cache` does, and `InvariantError` for a geometry of other rows.
+        """
+        if self.kv_dtype not in ("auto", model.row.name):
+            raise InvariantError(f"a geometry of {model.row.name} rows is none of {self.kv_dtype} rows")
         hot_rows = self.hot_rows if self.hot_rows is not None else 2 * model.index_topk
         staging_rows = self.staging_rows if self.staging_rows is not None else 4 * model.index_topk
         pages = ceil_div(self.max_tokens, max(1, self.block_size))

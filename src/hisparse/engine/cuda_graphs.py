@@ -1,20 +1,32 @@
 """Decode steps as CUDA graphs: captured once per size, replayed with new inputs.
 
-Sizes are buckets, of rows and of the positions that the indexer scores. Rows that a bucket has too many are padding:
-slot -1, which writes to the null block, selects nothing and resolves to nothing.
+Sizes are buckets, of rows and of the positions that the indexer scores. Buckets of rows are fine, because padding is
+computed as other rows are; buckets of positions are coarse, because a request grows through them. Rows that a bucket
+has too many are padding: slot -1, which writes nothing that is read, selects nothing and resolves to nothing.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 
 from hisparse.errors import InvariantError
+from hisparse.geometry import align_up
 from hisparse.kernels.contract import EMPTY
 from hisparse.worker.upload import upload
 
 LEAST_WIDTH = 1024
 """The least number of positions that a graph scores: below it, a graph of its own would save nothing."""
+
+ROW_STEP = 8
+"""Buckets of rows are its multiples from twice it on, and powers of two below."""
+
+MAX_GRAPHS = 32
+"""Graphs that are kept: a replayed graph of a large model is thousands of launches, which take device memory."""
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +47,14 @@ class DecodeLimits:
     fixed_rows: bool = False
 
     def bucket(self, num_rows: int, context: int) -> DecodeShape:
-        """The size at which a step of `num_rows` rows with at most `context` tokens runs: powers of two up to the
-        limits. Raises `InvariantError` for a step beyond them."""
+        """The size at which a step of `num_rows` rows with at most `context` tokens runs, never beyond the limits.
+
+        Rows: 1, 2, 4, 8, 16, 24, 32, …; width: powers of two. Raises `InvariantError` for a step beyond the limits.
+        """
         if not 0 < num_rows <= self.max_rows or not 0 < context <= self.max_tokens:
             raise InvariantError(f"a step of {num_rows} decode rows over {context} tokens is outside {self}")
-        rows = self.max_rows if self.fixed_rows else min(self.max_rows, _power_of_two(num_rows))
+        fitting = _power_of_two(num_rows) if num_rows <= ROW_STEP else align_up(num_rows, ROW_STEP)
+        rows = self.max_rows if self.fixed_rows else min(self.max_rows, fitting)
         return DecodeShape(rows, min(self.max_tokens, max(LEAST_WIDTH, _power_of_two(context))))
 
 
@@ -66,6 +81,32 @@ DecodeForward = Callable[[torch.Tensor, int], torch.Tensor]
 """Given int64 `[3, n]` (tokens, positions and slots) and a width, computes logits `[n, vocab]`. It only launches."""
 
 
+class Recent(Generic[Key, Value]):
+    """Up to `limit` values by key. One more, and the one that was used least recently is forgotten."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._values: dict[Key, Value] = {}  # in the order of use
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get_or_make(self, key: Key, make: Callable[[Key], Value]) -> Value:
+        """The value of `key`, by `make(key)` if there is none. What must go for it is forgotten afterwards.
+
+        Afterwards, because a memory pool that the last of several graphs has left cannot take another one.
+        """
+        value = self._values.pop(key) if key in self._values else make(key)
+        self._values[key] = value
+        if len(self._values) > self._limit:
+            del self._values[next(iter(self._values))]
+        return value
+
+    def clear(self) -> None:
+        """Forget all values."""
+        self._values.clear()
+
+
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
@@ -74,7 +115,10 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """Runs decode steps, by replay if `use_graphs`. All graphs share one memory pool: they never run side by side."""
+    """Runs decode steps, by replay if `use_graphs`. All graphs share one memory pool: they never run side by side.
+
+    No more than `MAX_GRAPHS` are kept; a size that was forgotten is captured again when a step has it.
+    """
 
     def __init__(
         self, forward: DecodeForward, limits: DecodeLimits, device: torch.device, *, use_graphs: bool = True
@@ -84,11 +128,11 @@ class DecodeGraphs:
         self._device = device
         self._use_graphs = use_graphs
         self._pool = torch.cuda.graph_pool_handle() if use_graphs else None
-        self._captured: dict[DecodeShape, _Captured] = {}
+        self._captured: Recent[DecodeShape, _Captured] = Recent(MAX_GRAPHS)
 
     @property
     def num_captured(self) -> int:
-        """Graphs captured so far."""
+        """Graphs that are kept now."""
         return len(self._captured)
 
     def run(self, rows: DecodeRows) -> torch.Tensor:
@@ -98,9 +142,7 @@ class DecodeGraphs:
         inputs = self._upload(rows.padded(shape.num_rows))
         if not self._use_graphs:
             return self._forward(inputs, shape.width)[:num_rows]
-        captured = self._captured.get(shape)
-        if captured is None:
-            captured = self._captured[shape] = self._capture(shape)
+        captured = self._captured.get_or_make(shape, self._capture)
         captured.inputs.copy_(inputs)
         captured.graph.replay()
         return captured.logits[:num_rows]

@@ -16,12 +16,15 @@ from hisparse.engine.cuda_graphs import DecodeGraphs, DecodeLimits, DecodeRows
 from hisparse.engine.cuda_indexer import PagedIndexer, PagedQueries
 from hisparse.engine.hooks import DsaModelRunner, StepCache
 from hisparse.engine.models import LoadedModel
+from hisparse.kernels.attention_libraries import AttentionChoice, AttentionNeed, FlashMla, choose_attention
 from hisparse.kernels.contract import EMPTY
-from hisparse.kernels.triton_ops.attention import RowElements, attend_rows
+from hisparse.kernels.row_elements import RowElements
+from hisparse.kernels.triton_ops.attention import attend_rows
 from hisparse.kernels.triton_ops.index_scores import IndexRows
 from hisparse.protocol import Table
 from hisparse.worker import HiSparseCacheHandle, HiSparseWorker
 from hisparse.worker.upload import upload
+from hisparse.worker.views import row_dtype
 
 PREFILL_PASS_ROWS = 256
 """Prefill rows that are staged at once: each pass looks at its rows anew, so a long window would look too often."""
@@ -34,16 +37,26 @@ BATCHED_BYTES = 2 << 30
 
 
 class PagedRows:
-    """`RowAttention` by the Triton kernel: rows are read where they lie."""
+    """`RowAttention` where rows lie: by the Triton kernel, decode rows by a library where one was chosen.
 
-    def __init__(self, handle: HiSparseCacheHandle, elements: RowElements, scaling: float) -> None:
+    Queries for packed rows are bfloat16, whatever the model's dtype.
+    """
+
+    def __init__(
+        self, handle: HiSparseCacheHandle, elements: RowElements, scaling: float, kernel: AttentionChoice
+    ) -> None:
+        """`kernel`: what `choose_attention` gave."""
         self._handle = handle
         self._elements = elements
         self._scaling = scaling
-        self.dtype = elements.dtype
+        self._library = FlashMla(handle.slab, elements, scaling) if kernel == "flashmla" else None
+        self.dtype = torch.bfloat16 if elements.dtype is torch.uint8 else elements.dtype
 
     def pass_size(self, query: torch.Tensor, selected: torch.Tensor) -> int:
         return PREFILL_PASS_ROWS
+
+    def decode(self, query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return self(query, rows) if self._library is None else self._library(query, rows)
 
     def __call__(self, query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return attend_rows(query, rows, self._handle.slab, self._elements, self._scaling)
@@ -76,9 +89,11 @@ class CudaModelRunner(DsaModelRunner):
     """A model and a worker on one GPU. Batches come in on the CPU; logits go out on the GPU."""
 
     def __init__(self, loaded: LoadedModel, worker: HiSparseWorker, config: EngineConfig) -> None:
-        """Install the hooks. Raises as `DsaModelRunner` does."""
+        """Install the hooks. Raises as `DsaModelRunner` does, and as `choose_attention`."""
         self.gpu_worker = worker
-        self._elements = RowElements(loaded.dtype, loaded.config.kv_lora_rank, loaded.config.qk_rope_head_dim)
+        dtype = row_dtype(worker.plan.model.row)
+        self._elements = RowElements(dtype, loaded.config.kv_lora_rank, loaded.config.qk_rope_head_dim)
+        self.attention = choose_attention(config.attention, self._need(loaded, worker))
         super().__init__(loaded, worker)
         modules = self.model.model.layers
         self._paged = {
@@ -155,8 +170,17 @@ class CudaModelRunner(DsaModelRunner):
 
     def _make_attention(self, layer: int, weights: MlaWeights) -> LayerAttention:
         handle = self.gpu_worker.handles[layer]
-        attend = PagedRows(handle, self._elements, weights.scaling)
+        attend = PagedRows(handle, self._elements, weights.scaling, self.attention)
         return LayerAttention(handle, weights, follows=layer not in self._leaders, attend_rows=attend)
+
+    def _need(self, loaded: LoadedModel, worker: HiSparseWorker) -> AttentionNeed:
+        return AttentionNeed(
+            elements=self._elements,
+            layout=worker.handles[0].slab.layout,
+            num_heads=loaded.config.num_attention_heads,
+            topk=worker.plan.model.index_topk,
+            capability=torch.cuda.get_device_capability(worker.tables.device),
+        )
 
     def _use_experts(self, kind: str | None) -> None:
         if kind is not None and self.model.config._experts_implementation != kind:

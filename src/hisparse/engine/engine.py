@@ -54,8 +54,9 @@ class Engine:
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         """Take the memory of all caches and hook the model.
 
-        Raises `InputError` when `config.max_tokens` is more than the model has positions or an option is outside its
-        range, `CapacityError` for budgets that cannot run one request, `BackendError` when memory cannot be had.
+        Raises `InputError` when `config.max_tokens` is more than the model has positions, an option is outside its
+        range or the model's rows cannot be stored as `config.kv_dtype`, `CapacityError` for budgets that cannot run
+        one request, `BackendError` when memory cannot be had.
         """
         if config.max_tokens > loaded.max_tokens:
             raise InputError(
@@ -64,8 +65,8 @@ class Engine:
             )
         self.loaded = loaded
         self.config = config
-        self.plan = config.plan(loaded.geometry)
-        root = root_key(loaded.name, loaded.geometry.row.name, config.block_size)
+        self.plan = config.plan(loaded.geometry_for(config.kv_dtype))
+        root = root_key(loaded.name, self.plan.model.row.name, config.block_size)
         self.scheduler = Scheduler(self.plan, config.chunk_tokens, root)
         self.worker = HiSparseWorker(self.plan, self.scheduler.kv.staging, backend=_backend(loaded, config))
         self.connector = HiSparseConnector.for_worker(self.worker)

@@ -4,13 +4,13 @@ Whatever is wrong with what the user named becomes an `InputError` of one line.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hisparse.config import ModelGeometry
+from hisparse.config import KVDtype, ModelGeometry
 from hisparse.engine.builtin import BUILTIN_PREFIX, builtin_model
 from hisparse.engine.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer
 from hisparse.errors import BackendError, InputError
@@ -22,7 +22,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run. `model` is a transformers causal language model in evaluation mode, untouched."""
+    """A model ready to run. `model` is a transformers causal language model in evaluation mode, untouched.
+
+    `geometry` is for KV in the model's own dtype; `geometry_for` gives it for other rows.
+    """
 
     name: str
     model: Any
@@ -45,6 +48,16 @@ class LoadedModel:
     def max_tokens(self) -> int:
         """The longest request that the model's positions allow, prompt and output together."""
         return int(self.config.max_position_embeddings)
+
+    def geometry_for(self, kv_dtype: KVDtype) -> ModelGeometry:
+        """What the cache needs to know when rows are stored as `kv_dtype`. Index keys keep the model's dtype.
+
+        Raises `InputError` for rows that do not have the widths of a packed format.
+        """
+        if kv_dtype == "auto":
+            return self.geometry
+        row = latent_row(kv_dtype, self.config.kv_lora_rank, self.config.qk_rope_head_dim)
+        return replace(self.geometry, row=row, index_dtype=self.geometry.row.name)
 
 
 def parse_dtype(name: str) -> torch.dtype:

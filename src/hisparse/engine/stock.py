@@ -3,6 +3,9 @@
 Only one thing is laid down: equal index scores go to the lowest position, as ours do. Stock `topk` breaks such ties
 as it pleases, and scores that pass a ReLU tie often in small models; without the rule a difference would say
 nothing. The rule is written independently of the engine's selection, by a stable sort.
+
+Where the engine packs its rows, the reference rounds its own: attention reads the numbers that fp8 and its scales can
+say, by arithmetic that knows nothing of bytes. What is left of a difference is then none of the rounding's.
 """
 
 import copy
@@ -14,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, LogitsProcessor
 
+from hisparse.config import KVDtype
 from hisparse.engine.models import LoadedModel
 from hisparse.engine.sampler import SamplingParams, sample
 
@@ -67,10 +71,11 @@ class _Sampled(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([token], device=scores.device), 0.0)
 
 
-def stock_model(loaded: LoadedModel) -> Any:
+def stock_model(loaded: LoadedModel, kv_dtype: KVDtype = "auto") -> Any:
     """A second model of the untouched stock classes with eager attention, over the same weight tensors.
 
-    `loaded.model` may carry hooks; this one has none. The tie rule is active inside its indexers only.
+    `loaded.model` may carry hooks; this one has none. The tie rule is active inside its indexers only. Its attention
+    sees latents and rotated keys as `kv_dtype` stores them.
     """
     config = copy.deepcopy(loaded.config)
     model = AutoModelForCausalLM.from_config(config, dtype=loaded.dtype, attn_implementation="eager")
@@ -79,6 +84,8 @@ def stock_model(loaded: LoadedModel) -> Any:
     for layer in model.model.layers:
         if layer.self_attn.indexer is not None:
             _settle_ties(layer.self_attn.indexer)
+        if kv_dtype == "fp8_ds_mla":
+            _round_rows(layer.self_attn)
     return model.eval()
 
 
@@ -91,6 +98,30 @@ def _settle_ties(indexer: Any) -> None:
         return selected
 
     indexer.forward = forward
+
+
+def _round_rows(attention: Any) -> None:
+    """What the cache holds stays as it is; it is rounded where it is read, which comes to the same."""
+    stock_expand = attention.expand_kv
+
+    def expand_kv(latents: torch.Tensor, rope_keys: torch.Tensor) -> Any:
+        return stock_expand(round_latents(latents), rope_keys.to(torch.bfloat16).to(rope_keys.dtype))
+
+    attention.expand_kv = expand_kv
+
+
+def round_latents(latents: torch.Tensor) -> torch.Tensor:
+    """Latents `[..., 512]`, each the nearest multiple of a 448th of the largest in its 128 that e4m3 can say.
+
+    Three bits behind the leading one, and none finer than 2^-9.
+    """
+    groups = latents.float().unflatten(-1, (-1, 128))
+    scale = groups.abs().amax(-1, keepdim=True) / 448
+    scaled = groups / scale.where(scale > 0, 1.0)
+    exponent = torch.frexp(scaled).exponent.clamp(min=-5)
+    rounded = torch.ldexp(torch.ldexp(scaled, 4 - exponent).round(), exponent - 4)
+    result: torch.Tensor = (rounded * scale).flatten(-2).to(latents.dtype)
+    return result
 
 
 def stock_generate(

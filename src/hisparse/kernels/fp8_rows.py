@@ -1,32 +1,43 @@
 """The packed row `fp8_ds_mla` in plain torch: 512 latents as fp8 (e4m3), four float32 scales, 64 bf16 rope elements.
 
 656 bytes, as FlashMLA's sparse kernels read them. Latent `i` is its fp8 value times scale `i // 128`.
+
+This is what `triton_ops.fp8_write` must write, byte for byte, for rows of finite elements.
 """
 
 import torch
 
 from hisparse.errors import InputError
 
+FORMAT = "fp8_ds_mla"
+"""The name of the row format."""
+
 LATENTS = 512
 GROUP = 128
 ROPE = 64
+WIDTH = LATENTS + ROPE
 ROW_BYTES = LATENTS + 4 * (LATENTS // GROUP) + 2 * ROPE
 
-_FP8_MAX = 448.0
+FP8_MAX = 448.0
+
+LEAST = 2.0**-90
+"""A group whose largest latent is below this is zeros. Divisions by its scale would meet numbers that are subnormal
+in float32, and a GPU may or may not flush those."""
 
 
 def pack_rows(rows: torch.Tensor) -> torch.Tensor:
     """`[n, 576]` of any float dtype as packed rows, uint8 `[n, 656]`. Each group of 128 latents fills fp8's range.
 
+    Fp8 values are rounded to nearest, ties to even, after an exact division by the rounded scale.
     Raises `InputError` for rows of another width.
     """
-    if rows.dim() != 2 or rows.shape[1] != LATENTS + ROPE:
-        raise InputError(f"fp8_ds_mla packs rows of {LATENTS + ROPE} elements, not {tuple(rows.shape)}")
+    if rows.dim() != 2 or rows.shape[1] != WIDTH:
+        raise InputError(f"fp8_ds_mla packs rows of {WIDTH} elements, not {tuple(rows.shape)}")
     latents = rows[:, :LATENTS].float().unflatten(1, (-1, GROUP))
     # A group of zeros has any scale; one keeps it finite.
     largest = latents.abs().amax(dim=2)
-    scales = torch.where(largest > 0, largest / _FP8_MAX, 1.0)
-    packed = (latents / scales.unsqueeze(2)).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).flatten(1)
+    scales = torch.where(largest >= LEAST, largest / FP8_MAX, 1.0)
+    packed = (latents / scales.unsqueeze(2)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).flatten(1)
     rope = rows[:, LATENTS:].to(torch.bfloat16).contiguous()
     return torch.cat([part.view(torch.uint8) for part in (packed, scales, rope)], dim=1)
 

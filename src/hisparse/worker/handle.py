@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hisparse.errors import InputError, InvariantError
+from hisparse.errors import InvariantError
 from hisparse.geometry import RowFormat
+from hisparse.kernels import fp8_rows
 from hisparse.kernels.contract import Selection
+from hisparse.kernels.triton_ops import require_triton
 from hisparse.worker.runtime import FollowerRuntime, LeaderRuntime
 from hisparse.worker.staging import StagePlan, StagingArea
 from hisparse.worker.stream import CopyStream
@@ -55,6 +57,7 @@ class HiSparseCacheHandle:
         self._runtime = runtime
         self._context = context
         self._dtype = row_dtype(context.row)
+        self._is_packed = context.row.name == fp8_rows.FORMAT
 
     @property
     def layer(self) -> int:
@@ -72,10 +75,16 @@ class HiSparseCacheHandle:
         return self._runtime.views.slab
 
     def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new tokens: `values` `[t, elems]` in the model's dtype (uint8 for packed rows) into rows `[t]`.
+        """Store new tokens: `values` `[t, elems]` in the dtype of the rows into rows `[t]`.
 
-        Raises `InvariantError` for another dtype or width and for a row that is no place to write.
+        Packed rows take numbers of any float dtype, `[t, 576]`, which are packed here, or uint8 rows that are packed
+        already. Raises `InvariantError` for another dtype or width and for a row that is no place to write,
+        `InputError` for numbers of a width that the packed format does not have.
         """
+        if self._is_packed and values.is_floating_point():
+            self._context.stream.order_before_compute()
+            _pack(self._runtime.views.slab, rows, values)
+            return
         if values.dtype != self._dtype:
             raise InvariantError(f"layer {self.layer} stores {self._dtype} elements, not {values.dtype}")
         self._context.stream.order_before_compute()
@@ -84,7 +93,8 @@ class HiSparseCacheHandle:
     def resolve(self, selection: Selection) -> torch.Tensor:
         """Bring the selected rows of decode tokens into the slab: int32 `[n, topk]` physical rows, -1 for none.
 
-        Raises `InvariantError` on a follower, which has no selection of its own.
+        Raises `InvariantError` on a follower, which has no selection of its own, and when a follower of this layer
+        did not load what was resolved before.
         """
         if not isinstance(self._runtime, LeaderRuntime):
             raise InvariantError(f"layer {self.layer} follows layer {self._runtime.leader.layer} and cannot resolve")
@@ -92,14 +102,15 @@ class HiSparseCacheHandle:
         return self._runtime.resolve(selection)
 
     def load_followed(self) -> None:
-        """Load this follower's bytes for the rows that its leader resolved last. Once per `resolve`; more is free.
+        """This follower's bytes for the rows that its leader resolved last are there for what is computed from now on.
 
-        Raises `InvariantError` on a leader, and when an earlier plan of the leader was never loaded.
+        They are on their way since that `resolve`. Once per `resolve`; more is free. Raises `InvariantError` on a
+        leader.
         """
         if not isinstance(self._runtime, FollowerRuntime):
             raise InvariantError(f"layer {self.layer} is a leader and follows nobody")
         self._context.stream.order_before_compute()
-        self._runtime.replay()
+        self._runtime.join()
 
     def stage(self, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Bring the next pass of a prefill into reach: int32 `[n, topk]` physical rows of the first n rows, 1 ≤ n ≤ t.
@@ -121,13 +132,20 @@ class HiSparseCacheHandle:
         return plan.rows
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Copies of rows `[...]` as `[..., elems]` in the model's dtype; -1 gives zeros.
-
-        Raises `InputError` for a packed row format, which only a kernel can take apart.
-        """
-        if self._dtype is torch.uint8:
-            raise InputError(
-                f"{self._context.row.name} rows cannot be read as numbers on the CPU: use float32, bfloat16 or float16"
-            )
+        """Copies of rows `[...]` as `[..., elems]`, in the rows' dtype or, packed ones, in float32; -1 gives zeros."""
         self._context.stream.order_before_compute()
-        return self._runtime.views.slab.read(rows, self._dtype)
+        values = self._runtime.views.slab.read(rows, self._dtype)
+        if not self._is_packed:
+            return values
+        return fp8_rows.unpack_rows(values.reshape(-1, fp8_rows.ROW_BYTES)).view(*rows.shape, fp8_rows.WIDTH)
+
+
+def _pack(slab: PagedCacheView, rows: torch.Tensor, values: torch.Tensor) -> None:
+    if slab.storage.device.type != "cuda":
+        slab.write(rows, fp8_rows.pack_rows(values))
+        return
+    require_triton()
+    # Loaded where it is used: importing it imports triton, which is there only beside a GPU.
+    from hisparse.kernels.triton_ops.fp8_write import write_packed_rows
+
+    write_packed_rows(slab, rows, values)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hisparse.kernels import attention_libraries
 from hisparse.worker.cuda import machine, numa
 from hisparse.worker.cuda.machine import Link, Status
 
@@ -77,6 +78,15 @@ def test_a_rate_over_an_unknown_link_is_only_reported() -> None:
 def test_a_limit_of_locked_memory_is_advice_and_none_is_fine() -> None:
     assert machine.find_memlock(65536).status is Status.ADVICE
     assert machine.find_memlock(-1).value == "unlimited"
+
+
+def test_a_library_that_would_make_attention_faster_is_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_libraries, "flashmla_missing", lambda: "the package was not found")
+    found = machine.find_attention((9, 0))
+    assert (found.name, found.status) == ("attention", Status.ADVICE)
+    assert found.fix is not None
+    assert "flash-mla" in found.fix
+    assert machine.find_attention((8, 0)).status is Status.OK
 
 
 def test_memory_prefers_a_node_that_exists_and_none_that_does_not() -> None:

@@ -1,4 +1,5 @@
-"""Portable GPU kernels in Triton: attention over resolved rows, and the indexer's scores over paged keys.
+"""Portable GPU kernels in Triton: attention over resolved rows, packing of new rows, the indexer's scores over paged
+keys.
 
 Importing a module of this package imports triton, so callers do it only where a GPU is used (`require_triton`).
 Every output row depends on its own inputs alone, bit for bit: never on the rows beside it, nor on how many there are.
