@@ -30,6 +30,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=8, help="processes that make batches; 0 makes them in line")
     parser.add_argument("--wire", action="store_true", help="set look-up heads by hand before training")
     parser.add_argument("--start-from", type=Path, help="take the weights of this exported checkpoint as a start")
+    parser.add_argument("--rate", type=float, help="peak learning rate (default: the preset's)")
     parser.add_argument("--checkpoint-seconds", type=float, default=60.0)
     options = parser.parse_args(arguments)
     if options.work is None:

@@ -69,7 +69,7 @@ class Preset:
     eval_prompts: int
     eval_seconds: float
     corpus_bytes: int
-    peak_rate: float = 2e-3
+    peak_rate: float = 3e-3
     warmup_steps: int = 200
     tail_from: float = 0.45
     goals: dict[Cell, float] = field(default_factory=dict)
@@ -86,21 +86,21 @@ _SPARSE = (64, 128, 256)
 FULL = Preset(
     shape=FinderShape(),
     stages=(
-        Stage("dense 128", (Mix(128, 512),), 0.25, 0.97),
-        Stage("dense 512", (Mix(512, 128),), 0.32, 0.98),
-        Stage("dense 2k", (Mix(2048, 32),), 0.38, 0.98),
-        Stage("dense 8k", (Mix(8192, 8),), 0.44, 0.99),
-        Stage("dense 32k", (Mix(32768, 2),), 0.48, 0.99, least_steps=80),
-        Stage("sparse 2k", (Mix(2048, 32, _SPARSE),), 0.56, 0.99, least_steps=150),
-        Stage("sparse 8k", (Mix(8192, 8, _SPARSE), Mix(2048, 32, (64,))), 0.72, 0.99, least_steps=150),
+        Stage("dense 128", (Mix(128, 192),), 0.35, 0.97),
+        Stage("dense 512", (Mix(512, 64),), 0.40, 0.98),
+        Stage("dense 2k", (Mix(2048, 24),), 0.44, 0.98),
+        Stage("dense 8k", (Mix(8192, 8),), 0.49, 0.98),
+        Stage("dense 32k", (Mix(32768, 2),), 0.53, 0.98, least_steps=80),
+        Stage("sparse 2k", (Mix(2048, 24, _SPARSE),), 0.60, 0.98, least_steps=150),
+        Stage("sparse 8k", (Mix(8192, 8, _SPARSE), Mix(2048, 24, (64,))), 0.72, 0.98, least_steps=150),
         Stage(
             "sparse mixed",
             (
-                Mix(2048, 32, (64,)),
+                Mix(2048, 24, (64,)),
                 Mix(8192, 8, (64,)),
-                Mix(512, 128, (64,)),
+                Mix(512, 64, (64,)),
                 Mix(8192, 8, (0, 64, 128)),
-                Mix(2048, 32, (64,)),
+                Mix(2048, 24, (64,)),
                 Mix(8192, 8, (64,)),
                 Mix(32768, 2, (64, 64, 128)),
             ),

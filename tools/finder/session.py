@@ -5,7 +5,7 @@ import platform
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Options:
     wire: bool
     start_from: Path | None
     checkpoint_seconds: float
+    rate: float | None
 
 
 class Session:
@@ -61,7 +62,8 @@ class Session:
         """
         self.deadline = time.monotonic() + 60 * options.minutes
         self.options = options
-        self.preset = PRESETS[options.preset]
+        preset = PRESETS[options.preset]
+        self.preset = replace(preset, peak_rate=options.rate or preset.peak_rate)
         self._say = say
         self._device = torch.device(options.device)
         options.out.mkdir(parents=True, exist_ok=True)

@@ -15,9 +15,9 @@ from hisparse.kernels.cuda.parameters import (
     Specialization,
     blocks_per_row,
     cluster_size,
-    move_blocks,
+    plan_move,
+    plan_replay,
     plan_resolve,
-    replay_blocks,
     with_mover,
 )
 
@@ -97,7 +97,16 @@ def test_the_blocks_of_a_cluster_cover_their_request(num_rows: int, topk: int, h
 
 
 def test_a_cluster_shrinks_as_requests_fill_the_device() -> None:
-    assert [cluster_size(requests, H200) for requests in (1, 33, 34, 66, 67, 132, 133, 1000)] == [8, 8, 4, 4, 2, 2, 1, 1]
+    assert [cluster_size(requests, H200) for requests in (1, 33, 34, 66, 67, 132, 133, 1000)] == [
+        8,
+        8,
+        4,
+        4,
+        2,
+        2,
+        1,
+        1,
+    ]
 
 
 def test_rows_of_the_same_requests_share_their_clusters() -> None:
@@ -149,10 +158,19 @@ def test_a_lone_row_gets_many_blocks_and_a_full_batch_one_each() -> None:
 
 
 def test_moves_start_no_more_blocks_than_they_can_use() -> None:
-    assert [move_blocks(copies, H200) for copies in (1, 17, 1 << 20)] == [1, 2, 132]
+    assert [plan_move(656, copies, H200, 1 << 17).blocks for copies in (1, 17, 1 << 20)] == [1, 2, 132]
 
 
 def test_replays_leave_most_multiprocessors_to_the_model() -> None:
     for limits in (H200, A100, RTX_5090):
-        assert [replay_blocks(copies, limits) for copies in (1, 17, 1 << 20)] == [1, 2, 32]
-        assert 3 * replay_blocks(1 << 20, limits) < limits.num_multiprocessors
+        assert [plan_replay(656, copies, limits, 1 << 16).blocks for copies in (1, 9, 1 << 20)] == [1, 2, 32]
+        assert 3 * plan_replay(656, 1 << 20, limits, 1 << 16).blocks < limits.num_multiprocessors
+
+
+def test_replays_have_as_much_under_way_as_the_link_needs_and_not_ten_times_that() -> None:
+    link, latency_s = 55e9, 2e-6
+    for row_bytes in (656, 1152):
+        launch = plan_replay(row_bytes, 1 << 20, H200, 1 << 17)
+        kernel = launch.specialization
+        under_way = launch.blocks * kernel.threads // 32 * kernel.rows_per_warp * row_bytes
+        assert link * latency_s < under_way < 10 * link * latency_s

@@ -15,10 +15,9 @@ from hisparse.kernels.cuda.arguments import MAX_LAYERS, MoveArgs, PagedRowsArgs,
 from hisparse.kernels.cuda.parameters import (
     ResolveShape,
     Specialization,
-    move_blocks,
+    plan_move,
+    plan_replay,
     plan_resolve,
-    replay_blocks,
-    with_mover,
 )
 
 LAYOUT_NUMBERS = 6
@@ -144,16 +143,14 @@ def move_rows(
         arguments.destination[layer] = _paged_rows(
             destination, layouts[first + LAYOUT_NUMBERS : first + 2 * LAYOUT_NUMBERS]
         )
-    kernel_for_rows = Specialization("move_rows", row_bytes=layouts[3])
     starts_bytes = 4 * arguments.num_rows
     available = limits.shared_bytes - _MOVE_STATIC_SHARED_BYTES - starts_bytes
-    specialization = with_mover(kernel_for_rows, limits, available)
+    # Only a plan's copies are counted on the device, and only they run beside the forward pass.
+    plan = plan_move if count is None else plan_replay
+    launch = plan(layouts[3], source_row.numel() * num_layers, limits, available)
     with torch.cuda.device(device):
-        kernel = driver.load(specialization, device)
-        # Only a plan's copies are counted on the device, and only they run beside the forward pass.
-        blocks_for = move_blocks if count is None else replay_blocks
-        blocks = blocks_for(source_row.numel() * num_layers, limits)
-        kernel.launch((blocks, 1), specialization.stage_bytes + starts_bytes, arguments)
+        kernel = driver.load(launch.specialization, device)
+        kernel.launch((launch.blocks, 1), launch.specialization.stage_bytes + starts_bytes, arguments)
 
 
 @torch.library.custom_op("hisparse::reset_slots", mutates_args={"position_of", "queue_state"})

@@ -19,8 +19,10 @@ MOVE_THREADS = 512
 _ROWS_PER_BLOCK = 64
 """Rows that a block has under way: in several blocks, more than the link needs."""
 
-REPLAY_BLOCKS = 32
-"""Blocks of `move_rows` that read from the host as fast as a block on every multiprocessor does."""
+REPLAY_BLOCKS = 16
+REPLAY_THREADS = 256
+REPLAY_ROWS_PER_BLOCK = 8
+"""Of `move_rows` beside the forward pass: 128 rows under way in all, about what the link's rate and latency ask for."""
 
 MAX_BLOCKS_PER_ROW = 32
 """One block reads host memory at a fifteenth of the link's rate, so a lone request gets this many."""
@@ -137,9 +139,19 @@ class ResolveLaunch:
     grid: tuple[int, int]
 
 
-def with_mover(kernel: Specialization, limits: DeviceLimits, shared_bytes: int) -> Specialization:
+@dataclass(frozen=True, slots=True)
+class MoveLaunch:
+    """One launch of `move_rows`: the kernel and how many blocks of it."""
+
+    specialization: Specialization
+    blocks: int
+
+
+def with_mover(
+    kernel: Specialization, limits: DeviceLimits, shared_bytes: int, rows_per_block: int = _ROWS_PER_BLOCK
+) -> Specialization:
     """`kernel`, told how to move rows with the dynamic shared memory that is left for the rows under way."""
-    most = rows_per_warp = _ROWS_PER_BLOCK // (kernel.threads // WARP)
+    most = rows_per_warp = rows_per_block // (kernel.threads // WARP)
     while limits.has_bulk_copies and rows_per_warp:
         candidate = replace(kernel, rows_per_warp=rows_per_warp, use_bulk=True)
         if candidate.stage_bytes <= shared_bytes:
@@ -257,14 +269,21 @@ def blocks_per_row(num_rows: int, limits: DeviceLimits) -> int:
     return min(MAX_BLOCKS_PER_ROW, 1 << (share.bit_length() - 1))
 
 
-def move_blocks(num_copies: int, limits: DeviceLimits) -> int:
-    """Blocks of one launch of `move_rows` for at most `num_copies` rows."""
-    return max(1, min(limits.num_multiprocessors, ceil_div(num_copies, MOVE_THREADS // WARP)))
+def plan_move(row_bytes: int, num_copies: int, limits: DeviceLimits, shared_bytes: int) -> MoveLaunch:
+    """A launch of `move_rows` that has the device for itself, for at most `num_copies` rows.
 
-
-def replay_blocks(num_copies: int, limits: DeviceLimits) -> int:
-    """The same for a plan's copies, which run beside the forward pass: no more blocks than keep the link busy.
-
-    More would only take multiprocessors from the model, and how many rows a plan has is known on the device alone.
+    `shared_bytes`: dynamic shared memory that is left for the rows under way.
     """
-    return min(REPLAY_BLOCKS, move_blocks(num_copies, limits))
+    kernel = with_mover(Specialization("move_rows", MOVE_THREADS, row_bytes), limits, shared_bytes)
+    return MoveLaunch(kernel, max(1, min(limits.num_multiprocessors, ceil_div(num_copies, MOVE_THREADS // WARP))))
+
+
+def plan_replay(row_bytes: int, num_copies: int, limits: DeviceLimits, shared_bytes: int) -> MoveLaunch:
+    """The same for a plan's copies, which run beside the forward pass: what keeps the link busy, and no more.
+
+    Blocks beyond those would only take multiprocessors from the model. Reads beyond those would only queue, and the
+    model's own reads behind them. How many rows a plan has is known on the device alone.
+    """
+    kernel = Specialization("move_rows", REPLAY_THREADS, row_bytes)
+    kernel = with_mover(kernel, limits, shared_bytes, REPLAY_ROWS_PER_BLOCK)
+    return MoveLaunch(kernel, max(1, min(REPLAY_BLOCKS, ceil_div(num_copies, REPLAY_THREADS // WARP))))

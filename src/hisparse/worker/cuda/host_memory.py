@@ -25,6 +25,7 @@ CHUNK_BYTES = 1 << 30
 
 _FILL_BYTES = 64 << 20
 _MAX_THREADS = 16
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 
 
@@ -66,6 +67,7 @@ class PinnedMapping:
         try:
             if request.node is not None:
                 numa.prefer_node(self._address, request.num_bytes, request.node)
+            prefer_huge_pages(self._address, align_up(request.num_bytes, mmap.PAGESIZE))
             prefault(self._address, align_up(request.num_bytes, mmap.PAGESIZE))
             self._register_all()
         except BaseException:
@@ -123,6 +125,14 @@ def chunks(num_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
         yield start, min(chunk_bytes, num_bytes - start)
 
 
+def prefer_huge_pages(address: int, num_bytes: int) -> None:
+    """Ask for large pages: the fewer there are, the quicker a GPU translates addresses that jump about in the pool.
+
+    No more than a wish: a system without them backs the range with small ones.
+    """
+    _advise(address, num_bytes, _MADV_HUGEPAGE)
+
+
 def prefault(address: int, num_bytes: int) -> None:
     """Have the system back every page of a private mapping, by several threads: one alone takes seconds a gigabyte.
 
@@ -153,11 +163,15 @@ def pinning_advice(failure: str, num_bytes: int, pinned_bytes: int) -> str:
 
 def _populate(address: int, num_bytes: int) -> int:
     """0, or the error number. ctypes lets other threads run meanwhile."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(_MADV_POPULATE_WRITE)) == 0:
-        return 0
-    code = ctypes.get_errno()
+    code = _advise(address, num_bytes, _MADV_POPULATE_WRITE)
     if code in (errno.EINVAL, errno.ENOSYS):  # kernels before 5.14 do not know the advice
         ctypes.memset(address, 0, num_bytes)
         return 0
     return code
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> int:
+    """0, or the error number."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    status = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(advice))
+    return ctypes.get_errno() if status else 0
