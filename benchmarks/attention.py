@@ -146,21 +146,14 @@ def kernels(bench: Bench, args: argparse.Namespace) -> Iterator[tuple[str, Atten
     yield "triton", triton_kernel(None)
     if args.variants:
         for launch in (
-            Launch(64, 64, 512, 8, 1),
-            Launch(64, 64, 512, 8, 2),
-            Launch(64, 64, 512, 8, 3),
-            Launch(64, 32, 512, 8, 3),
             Launch(64, 32, 256, 8, 5),
             Launch(64, 32, 512, 8, 5),
-            Launch(64, 32, 1024, 8, 5),
             Launch(64, 64, 1024, 8, 2),
-            Launch(64, 64, 2048, 8, 2),
-            Launch(32, 32, 256, 4, 2),
         ):
             parts = f"h{launch.heads} tile{launch.tile} chunk{launch.chunk_rows} w{launch.warps} s{launch.stages}"
             yield f"triton {parts}", triton_kernel(launch)
     capability = torch.cuda.get_device_capability()
-    need = AttentionNeed(bench.elements, bench.view.layout, args.heads, args.topk, capability)
+    need = AttentionNeed(bench.elements, bench.view.layout, args.heads, args.topk, capability, max(args.queries))
     obstacle = flashmla_misfit(need) or flashmla_missing()
     if obstacle is None:
         yield "flashmla", FlashMla(bench.view, bench.elements, SCALING)

@@ -244,7 +244,7 @@ NEEDS_FLASHMLA = pytest.mark.skipif(
 def test_flashmla_is_plain_torch_s_within_rounding(name: str, queries: int, heads: int, topk: int) -> None:
     cache = Cache(name, 512, 64)
     capability = torch.cuda.get_device_capability()
-    assert flashmla_misfit(AttentionNeed(cache.elements, cache.view.layout, heads, topk, capability)) is None
+    assert flashmla_misfit(AttentionNeed(cache.elements, cache.view.layout, heads, topk, capability, queries)) is None
     rows = select(queries, topk)
     query = torch.randn(queries, heads, 576, device="cuda").bfloat16()
     found = FlashMla(cache.view, cache.elements, SCALING)(query, rows)

@@ -22,7 +22,12 @@ BLOCK_SIZE, NUM_BLOCKS, TOPK, HEADS = 64, 6, 128, 64
 SCALING = 0.07
 GEOMETRY = device_blocks(latent_row("bfloat16", 512, 64), 3, BLOCK_SIZE)
 FITS = AttentionNeed(
-    RowElements(torch.bfloat16, 512, 64), GEOMETRY.layer(1, NUM_BLOCKS), num_heads=128, topk=2048, capability=(9, 0)
+    RowElements(torch.bfloat16, 512, 64),
+    GEOMETRY.layer(1, NUM_BLOCKS),
+    num_heads=128,
+    topk=2048,
+    capability=(9, 0),
+    max_rows=64,
 )
 
 
@@ -154,8 +159,11 @@ def test_what_the_library_does_not_serve_is_named(reason: str) -> None:
 
 def test_auto_takes_the_library_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_libraries, "flashmla_missing", lambda: None)
-    monkeypatch.setattr(attention_libraries, "AUTO_FLASHMLA", (torch.bfloat16,))
+    monkeypatch.setattr(attention_libraries, "AUTO_FLASHMLA", {torch.bfloat16: 16})
     assert choose_attention("auto", FITS) == "flashmla"
+    assert choose_attention("auto", replace(FITS, max_rows=16)) == "flashmla"
+    assert choose_attention("auto", replace(FITS, max_rows=15)) == "triton", "faster for few rows"
+    assert choose_attention("flashmla", replace(FITS, max_rows=1)) == "flashmla"
     assert choose_attention("triton", FITS) == "triton"
     assert choose_attention("auto", replace(FITS, num_heads=20)) == "triton"
     packed = replace(FITS, elements=RowElements(torch.uint8, 512, 64))

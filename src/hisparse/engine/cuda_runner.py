@@ -180,6 +180,7 @@ class CudaModelRunner(DsaModelRunner):
             num_heads=loaded.config.num_attention_heads,
             topk=worker.plan.model.index_topk,
             capability=torch.cuda.get_device_capability(worker.tables.device),
+            max_rows=worker.plan.config.max_running,
         )
 
     def _use_experts(self, kind: str | None) -> None:

@@ -36,25 +36,29 @@ AttentionChoice = Literal["auto", "triton", "flashmla"]
 @dataclass(frozen=True, slots=True)
 class AttentionNeed:
     """What attention has to serve: rows of `elements` at `layout`, `num_heads` queries a token, `topk` rows each, on a
-    GPU of a compute `capability`, as torch gives it."""
+    GPU of a compute `capability`, as torch gives it. `max_rows`: decode rows of a step, at most."""
 
     elements: RowElements
     layout: PagedLayout
     num_heads: int
     topk: int
     capability: tuple[int, int]
+    max_rows: int
 
 
 FORMATS = {"bfloat16": torch.bfloat16, "fp8_ds_mla": torch.uint8}
 """The row formats that FlashMLA reads."""
 
-AUTO_FLASHMLA = (torch.uint8, torch.bfloat16)
-"""Rows for which "auto" takes FlashMLA: those for which benchmarks/attention.py found it the faster one."""
+AUTO_FLASHMLA = {torch.uint8: 1, torch.bfloat16: 16}
+"""Rows for which "auto" takes FlashMLA, and from how many decode rows an engine may have at once: where
+benchmarks/attention.py found it the faster one. What the engine may have, not what a step has, so that the bits of a
+row do not change with the rows beside it."""
 
 
 def choose_attention(wanted: AttentionChoice, need: AttentionNeed) -> AttentionChoice:
     """ "triton" or "flashmla". Raises `InputError` when a library that is asked for by name cannot serve."""
-    if wanted == "triton" or (wanted == "auto" and need.elements.dtype not in AUTO_FLASHMLA):
+    few = need.max_rows < AUTO_FLASHMLA.get(need.elements.dtype, need.max_rows + 1)
+    if wanted == "triton" or (wanted == "auto" and few):
         return "triton"
     obstacle = flashmla_misfit(need) or flashmla_missing()
     if obstacle is None:

@@ -95,8 +95,8 @@ class ResolveArgs(ctypes.Structure):
 class MoveArgs(ctypes.Structure):
     """Arguments of `move_rows`: copies `source_row[r][i]` to `destination_row[r][i]` in each of `num_layers` layers.
 
-    There are `num_rows` rows of `row_length` pairs, of which `count[r]` count if `count` is not 0; `totals` (or 0) counts
-    the bytes.
+    There are `num_rows` rows of `row_length` pairs, of which `count[r]` count if `count` is not 0; `totals` (or 0)
+    counts the bytes.
     """
 
     _fields_ = (

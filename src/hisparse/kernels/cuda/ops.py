@@ -155,7 +155,7 @@ def move_rows(
 
 @torch.library.custom_op("hisparse::reset_slots", mutates_args={"position_of", "queue_state"})
 def reset_slots(position_of: Tensor, queue_state: Tensor, slots: Tensor) -> None:
-    """Set the rows `slots` (int64 `[n]`) of `position_of` (int32 `[num_slots, hot_rows]`) to -1, those of `queue_state` to 0."""
+    """Set the rows `slots`, int64 `[n]`, of `position_of` to -1 and of `queue_state` to 0."""
     if slots.numel() == 0:
         return
     device = position_of.device.index

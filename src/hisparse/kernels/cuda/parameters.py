@@ -21,8 +21,9 @@ _ROWS_PER_BLOCK = 64
 
 REPLAY_BLOCKS = 16
 REPLAY_THREADS = 256
-REPLAY_ROWS_PER_BLOCK = 8
-"""Of `move_rows` beside the forward pass: 128 rows under way in all, about what the link's rate and latency ask for."""
+REPLAY_BYTES = 144 << 10
+"""Of `move_rows` beside the forward pass. So many bytes under way are a little more than the link's rate times its
+latency. What is beyond queues, and the model's reads with it: with 2 MB, a kernel of 4 µs took 56."""
 
 MAX_BLOCKS_PER_ROW = 32
 """One block reads host memory at a fifteenth of the link's rate, so a lone request gets this many."""
@@ -284,6 +285,8 @@ def plan_replay(row_bytes: int, num_copies: int, limits: DeviceLimits, shared_by
     Blocks beyond those would only take multiprocessors from the model. Reads beyond those would only queue, and the
     model's own reads behind them. How many rows a plan has is known on the device alone.
     """
+    warps = REPLAY_THREADS // WARP
+    rows_per_warp = ceil_div(REPLAY_BYTES, REPLAY_BLOCKS * warps * row_bytes)
     kernel = Specialization("move_rows", REPLAY_THREADS, row_bytes)
-    kernel = with_mover(kernel, limits, shared_bytes, REPLAY_ROWS_PER_BLOCK)
+    kernel = with_mover(kernel, limits, shared_bytes, min(_ROWS_PER_BLOCK, warps * rows_per_warp))
     return MoveLaunch(kernel, max(1, min(REPLAY_BLOCKS, ceil_div(num_copies, REPLAY_THREADS // WARP))))

@@ -44,8 +44,8 @@ def launch_for(elements: RowElements, num_heads: int, topk: int, capability: tup
         return Launch(_MIN_HEADS, 16, min(256, fitting), 4, 1)
     heads = max(_MIN_HEADS, next_power_of_two(num_heads))
     if capability[0] == 9 and heads >= _WIDE_HEADS:
-        # Rows are named by rows of their own: of five stages, two hide that look-up and two the rows' own way here.
-        return Launch(_WIDE_HEADS, min(32, fitting), min(512, fitting), 8, 5)
+        # Of those in benchmarks/attention.py: smaller tiles and chunks are quicker for few queries and slower for many.
+        return Launch(_WIDE_HEADS, min(64, fitting), min(512, fitting), 8, 2)
     if capability >= (12, 0):
         # Shared memory of 99 KiB: heads and rows of two stages do not fit.
         return Launch(_MIN_HEADS, min(32, fitting), min(256, fitting), 4, 1)

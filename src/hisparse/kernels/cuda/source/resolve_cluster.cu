@@ -237,8 +237,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
   Tally tally;
   answer_all(args, batch, request, hot, misses, mover, selections, has_lease, tally);
-  window.load_stamps(hot);
   if (has_lease) cluster_arrive();
+  window.load_stamps(hot);  // an arrival waits for loads that are under way
   tally.collect(sums);
   MissCounts counts{0, 0, 0, false};
   if (has_lease) {
