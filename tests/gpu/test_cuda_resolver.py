@@ -244,7 +244,6 @@ def test_the_operators_compile_into_one_graph(resolver: CudaResolver, backend: s
     assert served.state.step.tolist() == [4] * 4
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_call_waits_for_the_device(resolver: CudaResolver) -> None:
     served = Served.build(4, 4096, 512)
     selection = drifting(torch.arange(4, dtype=torch.int32, device="cuda"), 4096, 256, 0)
