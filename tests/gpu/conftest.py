@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.gpu.waiting import nothing_waits
+
 
 @pytest.fixture
 def on_cuda() -> Iterator[torch.device]:
@@ -17,7 +19,5 @@ def on_cuda() -> Iterator[torch.device]:
 @pytest.fixture
 def no_synchronisation() -> Iterator[None]:
     """Whatever makes the host wait for the GPU raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    with nothing_waits():
+        yield
