@@ -12,6 +12,7 @@ from hisparse.kernels.triton_ops.fp8_write import write_packed_rows
 from hisparse.worker.cuda import CudaBackend
 from hisparse.worker.views import PagedCacheView
 from tests.gpu.marks import NEEDS_GPU
+from tests.gpu.waiting import nothing_waits
 from tests.worker.world import World, make_plan
 
 pytestmark = NEEDS_GPU

@@ -27,6 +27,7 @@ from hisparse.worker import HiSparseWorker
 from hisparse.worker.cuda import CudaBackend
 from tests.engine.wide import wide_model
 from tests.gpu.marks import NEEDS_GPU
+from tests.gpu.waiting import nothing_waits
 
 pytestmark = NEEDS_GPU
 

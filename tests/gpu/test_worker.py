@@ -14,6 +14,7 @@ from hisparse.kernels.contract import Selection
 from hisparse.protocol import Direction, Table, TableUpdate
 from hisparse.worker.runtime import ONE_LAUNCH_ROWS
 from tests.gpu.marks import NEEDS_GPU
+from tests.gpu.waiting import nothing_waits
 from tests.worker.late_side import rows_of
 from tests.worker.world import BLOCK_SIZE, MAX_TOKENS, NUM_SLOTS, TOPK, World, make_plan
 
