@@ -14,11 +14,10 @@ from hisparse.kernels.reference import ReferenceResolver
 from hisparse.testing.resolver_cases import Case, CaseShape, LayerRows
 from hisparse.testing.resolver_checker import check_resolve
 from hisparse.testing.resolver_contract import on_host
+from tests.gpu.marks import NEEDS_GPU
+from tests.gpu.waiting import nothing_waits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_GPU
 
 BLOCK = 64
 MAX_SERVED_ROWS = 256
