@@ -25,6 +25,7 @@ class PlainTables:
     """`rows[table][slot, position]` is a physical row."""
 
     rows: dict[Table, torch.Tensor]
+    any_leased: bool = True
 
     def physical_rows(self, table: Table, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.rows[table][slots, positions]

@@ -80,6 +80,10 @@ def test_fixed_rows_are_always_the_most() -> None:
     assert {fixed.bucket(rows, 100).num_rows for rows in range(1, 13)} == {12}
 
 
+def test_steps_with_and_without_leases_are_two_shapes() -> None:
+    assert LIMITS.bucket(3, 100, leased=True) != LIMITS.bucket(3, 100, leased=False)
+
+
 @pytest.mark.parametrize(("num_rows", "context"), [(0, 10), (13, 10), (1, 0), (1, 5001)])
 def test_a_step_beyond_the_limits_is_refused(num_rows: int, context: int) -> None:
     with pytest.raises(InvariantError, match="outside"):

@@ -220,7 +220,7 @@ def test_the_operators_compile_into_one_graph(resolver: CudaResolver, backend: s
         counters: list[torch.Tensor],
     ) -> torch.Tensor:
         out = torch.empty_like(positions)
-        ops.resolve(out, [positions, row_slot], tables, state, host, slab, plan, counters, scratch, layouts)
+        ops.resolve(out, [positions, row_slot], tables, state, host, slab, plan, counters, scratch, layouts, True)
         ops.move_rows(plan[1], plan[2], plan[0], host, slab, layouts, counters[0])
         return out + 1
 

@@ -1,5 +1,7 @@
 """A leader has its followers' rows copied ahead: in as few launches as serve them best, and never unseen."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -65,6 +67,22 @@ def test_each_resolve_launches_as_planned(world: World, backend: LateBackend, nu
         backend.resolver.served.clear()
         world.forward(select(first, num_rows))
         assert backend.resolver.served == served
+
+
+def test_without_a_lease_nothing_is_launched_for_followers(make_world: MakeWorld, backend: LateBackend) -> None:
+    world = make_world(backend, plan=make_plan(leader_of=LEADER_OF))
+    assert not world.worker.tables.any_leased
+    selection = replace(select(0, NUM_SLOTS), leased=False)
+    rows = world.worker.handles[0].resolve(selection)
+    assert (rows == -1).all(), "nothing is resident, and nothing can be loaded"
+    for layer in (1, 2, 3):
+        world.worker.handles[layer].load_followed()
+    assert backend.resolver.served == []
+
+
+def test_a_broken_promise_is_told(world: World) -> None:
+    with pytest.raises(InvariantError, match="a selection without leases names slots"):
+        world.worker.handles[0].resolve(replace(select(0, NUM_SLOTS), leased=False))
 
 
 # What followers read.

@@ -120,3 +120,4 @@ def test_tables_agree_with_dicts_that_apply_one_entry_at_a_time(
         for table in Table:
             for slot, entries in enumerate(tables[table].tolist()):
                 assert entries == [naive.get((table, slot, page), 0) for page in range(len(entries))]
+        assert tables.any_leased == bool(tables[Table.HOT].any())

@@ -1,12 +1,16 @@
-"""Two tiny models that need no download: one per architecture, with weights that are the same on every machine.
+"""Models that need no download.
 
+Two tiny ones, one per architecture, are made where they are loaded, with weights that are the same on every machine.
 They are shaped so that what matters at full size also happens here: dense and mixture layers, leaders and followers,
 many index heads (the scores pass a ReLU, and few heads would leave most of them tied at zero), a selection much
 smaller than the context, and a KV row several times larger than the index key.
+
+The third, the finder, is trained: a checkpoint directory among the package's files.
 """
 
 import math
 import zlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +20,11 @@ from hisparse.errors import InputError
 
 BUILTIN_PREFIX = "builtin:"
 BUILTIN_MODELS = ("builtin:tiny-v32", "builtin:tiny-glm")
+"""Those that are made where they are loaded."""
+
+FINDER = "builtin:finder"
+FINDER_FOLDER = Path(__file__).parent / "builtin_data" / "finder"
+"""Where its checkpoint lies, trained by `tools/train_finder.py`."""
 
 _UNIFORMS = 4
 """Uniform draws summed per weight: their sum is close to normal, with a standard deviation of `sqrt(4/12)` ranges."""
@@ -49,6 +58,21 @@ _SHARED: dict[str, Any] = {
 }
 
 
+def has_finder() -> bool:
+    """Whether this installation has the checkpoint of `builtin:finder`."""
+    return (FINDER_FOLDER / "config.json").is_file()
+
+
+def finder_folder() -> Path:
+    """The checkpoint directory of `builtin:finder`. Raises `InputError` when this installation does not have it."""
+    if not has_finder():
+        raise InputError(
+            f"the files of {FINDER} are not part of this installation: train it with tools/train_finder.py, and name "
+            "the folder that it writes"
+        )
+    return FINDER_FOLDER
+
+
 def builtin_config(name: str) -> PreTrainedConfig:
     """The configuration of a built-in model. Raises `InputError` for a name that is not in `BUILTIN_MODELS`."""
     if name == "builtin:tiny-v32":
@@ -60,7 +84,7 @@ def builtin_config(name: str) -> PreTrainedConfig:
             mlp_layer_types=["dense", "sparse", "dense", "sparse"],
             indexer_types=["full", "shared", "full", "shared"],
         )
-    raise InputError(f"there is no model {name!r}: built in are {', '.join(BUILTIN_MODELS)}")
+    raise InputError(f"there is no model {name!r}: built in are {', '.join((*BUILTIN_MODELS, FINDER))}")
 
 
 def builtin_model(name: str, dtype: torch.dtype) -> Any:

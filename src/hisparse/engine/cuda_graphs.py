@@ -31,10 +31,12 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """`num_rows` decode rows, each of a request of at most `width` tokens."""
+    """`num_rows` decode rows, each of a request of at most `width` tokens. `leased`: some request has a hot lease;
+    while none has, nothing can be missed, and a step is launched without what loads and follows."""
 
     num_rows: int
     width: int
+    leased: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,8 @@ class DecodeLimits:
     max_tokens: int
     fixed_rows: bool = False
 
-    def bucket(self, num_rows: int, context: int) -> DecodeShape:
-        """The size at which a step of `num_rows` rows with at most `context` tokens runs, never beyond the limits.
+    def bucket(self, num_rows: int, context: int, *, leased: bool = True) -> DecodeShape:
+        """The shape in which a step of `num_rows` rows with at most `context` tokens runs, never beyond the limits.
 
         Rows: 1, 2, 4, 8, 16, 24, 32, …; width: powers of two. Raises `InvariantError` for a step beyond the limits.
         """
@@ -55,7 +57,7 @@ class DecodeLimits:
             raise InvariantError(f"a step of {num_rows} decode rows over {context} tokens is outside {self}")
         fitting = _power_of_two(num_rows) if num_rows <= ROW_STEP else align_up(num_rows, ROW_STEP)
         rows = self.max_rows if self.fixed_rows else min(self.max_rows, fitting)
-        return DecodeShape(rows, min(self.max_tokens, max(LEAST_WIDTH, _power_of_two(context))))
+        return DecodeShape(rows, min(self.max_tokens, max(LEAST_WIDTH, _power_of_two(context))), leased)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +137,13 @@ class DecodeGraphs:
         """Graphs that are kept now."""
         return len(self._captured)
 
-    def run(self, rows: DecodeRows) -> torch.Tensor:
-        """Logits `[n, vocab]` of n rows. They stay valid until the next call."""
+    def run(self, rows: DecodeRows, *, leased: bool = True) -> torch.Tensor:
+        """Logits `[n, vocab]` of n rows. They stay valid until the next call.
+
+        `leased`: as in `DecodeShape`. The forward pass finds the same out by itself while it is captured.
+        """
         num_rows = len(rows.tokens)
-        shape = self._limits.bucket(num_rows, max(rows.positions) + 1)
+        shape = self._limits.bucket(num_rows, max(rows.positions) + 1, leased=leased)
         inputs = self._upload(rows.padded(shape.num_rows))
         if not self._use_graphs:
             return self._forward(inputs, shape.width)[:num_rows]

@@ -16,6 +16,7 @@ from hisparse.engine.cuda_graphs import DecodeGraphs, DecodeLimits, DecodeRows
 from hisparse.engine.cuda_indexer import PagedIndexer, PagedQueries
 from hisparse.engine.hooks import DsaModelRunner, StepCache
 from hisparse.engine.models import LoadedModel
+from hisparse.engine.observer import SelectionWatch
 from hisparse.kernels.attention_libraries import AttentionChoice, AttentionNeed, FlashMla, choose_attention
 from hisparse.kernels.contract import EMPTY
 from hisparse.kernels.row_elements import RowElements
@@ -88,13 +89,22 @@ class ExpertKinds:
 class CudaModelRunner(DsaModelRunner):
     """A model and a worker on one GPU. Batches come in on the CPU; logits go out on the GPU."""
 
-    def __init__(self, loaded: LoadedModel, worker: HiSparseWorker, config: EngineConfig) -> None:
-        """Install the hooks. Raises as `DsaModelRunner` does, and as `choose_attention`."""
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        worker: HiSparseWorker,
+        config: EngineConfig,
+        watch: SelectionWatch | None = None,
+    ) -> None:
+        """Install the hooks. With a `watch` nothing is captured, because a replay would not call it.
+
+        Raises as `DsaModelRunner` does, and as `choose_attention`.
+        """
         self.gpu_worker = worker
         dtype = row_dtype(worker.plan.model.row)
         self._elements = RowElements(dtype, loaded.config.kv_lora_rank, loaded.config.qk_rope_head_dim)
         self.attention = choose_attention(config.attention, self._need(loaded, worker))
-        super().__init__(loaded, worker)
+        super().__init__(loaded, worker, watch)
         modules = self.model.model.layers
         self._paged = {
             layer: PagedIndexer(modules[layer].self_attn.indexer, index, worker.indexer)
@@ -106,7 +116,8 @@ class CudaModelRunner(DsaModelRunner):
         self._stock_experts = getattr(self.model.config, "_experts_implementation", None)
         self._experts = expert_kinds(self.model, config.chunk_tokens)
         limits = DecodeLimits(worker.plan.config.max_running, self._width, config.fixed_shapes)
-        self.graphs = DecodeGraphs(self._forward_decode, limits, self._device, use_graphs=config.cuda_graphs)
+        use_graphs = config.cuda_graphs and watch is None
+        self.graphs = DecodeGraphs(self._forward_decode, limits, self._device, use_graphs=use_graphs)
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """One step, of which decode and prefill rows are two passes. `batch` lies on the CPU.
@@ -119,7 +130,7 @@ class CudaModelRunner(DsaModelRunner):
             rows = slice(0, batch.num_decode)
             columns = (batch.token_ids[rows].tolist(), batch.positions[rows].tolist(), batch.slots[rows].tolist())
             self._use_experts(self._experts.decode)
-            logits = self.graphs.run(DecodeRows(*columns))
+            logits = self.graphs.run(DecodeRows(*columns), leased=self.gpu_worker.tables.any_leased)
             decoded = [row for row in wanted if row < batch.num_decode]
             if len(decoded) < batch.num_decode:
                 logits = logits[upload(decoded, torch.int64, self._device)]

@@ -18,6 +18,7 @@ from hisparse.engine.batch import ScheduledTokens, build_batch
 from hisparse.engine.config import EngineConfig
 from hisparse.engine.hooks import DsaModelRunner
 from hisparse.engine.models import LoadedModel
+from hisparse.engine.observer import SelectionObserver, SelectionWatch
 from hisparse.engine.output import StepOutput, TextStream, TokenOutput
 from hisparse.engine.request import FinishReason, Request
 from hisparse.engine.sampler import SamplingParams, sample
@@ -51,8 +52,17 @@ class Engine:
     The model is hooked while the engine is open and is as before afterwards.
     """
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        *,
+        backend: Backend | None = None,
+        observer: SelectionObserver | None = None,
+    ) -> None:
         """Take the memory of all caches and hook the model.
+
+        `backend`: the machine, by default the one that the model's device is of. `observer` is shown what is selected.
 
         Raises `InputError` when `config.max_tokens` is more than the model has positions, an option is outside its
         range or the model's rows cannot be stored as `config.kv_dtype`, `CapacityError` for budgets that cannot run
@@ -68,9 +78,13 @@ class Engine:
         self.plan = config.plan(loaded.geometry_for(config.kv_dtype))
         root = root_key(loaded.name, self.plan.model.row.name, config.block_size)
         self.scheduler = Scheduler(self.plan, config.chunk_tokens, root)
-        self.worker = HiSparseWorker(self.plan, self.scheduler.kv.staging, backend=_backend(loaded, config))
+        backend = backend if backend is not None else default_backend(loaded, config)
+        self.worker = HiSparseWorker(self.plan, self.scheduler.kv.staging, backend=backend)
         self.connector = HiSparseConnector.for_worker(self.worker)
-        self.runner = _runner(loaded, self.worker, config)
+        self._watch_selections = None
+        if observer is not None:
+            self._watch_selections = SelectionWatch(observer, self.worker.tables.block_tables(), config.block_size)
+        self.runner = _runner(loaded, self.worker, config, self._watch_selections)
         self._requests: dict[str, Request] = {}
         self._texts: dict[str, TextStream] = {}
         self._ids = itertools.count()
@@ -152,6 +166,8 @@ class Engine:
             wants_logits = start + count == len(request.tokens)
             token_ids = request.tokens[start : start + count]
             items.append(ScheduledTokens(request.slot, token_ids, start, wants_logits, is_decode))
+        if self._watch_selections is not None:
+            self._watch_selections.begin_step([request.request_id for request, _, _ in work], items)
         batch = build_batch(items)
         logits = self.runner.run(batch)
         requests = [work[index][0] for index in batch.logit_items]
@@ -248,7 +264,8 @@ class Engine:
         self.close()
 
 
-def _backend(loaded: LoadedModel, config: EngineConfig) -> Backend:
+def default_backend(loaded: LoadedModel, config: EngineConfig) -> Backend:
+    """The backend of the device that the model lies on. Raises `BackendError` for a GPU without Triton."""
     if loaded.model.device.type == "cpu":
         return CpuBackend(CopyDelay(config.seed, config.copy_delay))
     require_triton()
@@ -258,9 +275,11 @@ def _backend(loaded: LoadedModel, config: EngineConfig) -> Backend:
     return CudaBackend(loaded.model.device)
 
 
-def _runner(loaded: LoadedModel, worker: HiSparseWorker, config: EngineConfig) -> DsaModelRunner:
+def _runner(
+    loaded: LoadedModel, worker: HiSparseWorker, config: EngineConfig, watch: SelectionWatch | None
+) -> DsaModelRunner:
     if loaded.model.device.type == "cpu":
-        return DsaModelRunner(loaded, worker)
+        return DsaModelRunner(loaded, worker, watch)
     from hisparse.engine.cuda_runner import CudaModelRunner
 
-    return CudaModelRunner(loaded, worker, config)
+    return CudaModelRunner(loaded, worker, config, watch)

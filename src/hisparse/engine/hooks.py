@@ -20,6 +20,7 @@ from hisparse.engine.attention import LayerAttention, LayerCache, MlaWeights, sp
 from hisparse.engine.batch import PrefillSegment, StepBatch
 from hisparse.engine.indexer import KeyRows, KeyStore, LeaderIndexer
 from hisparse.engine.models import LoadedModel
+from hisparse.engine.observer import SelectionWatch
 from hisparse.errors import InvariantError
 from hisparse.kernels.contract import Selection
 from hisparse.protocol import Table
@@ -36,6 +37,9 @@ class LayerHandle(LayerCache, Protocol):
 
 class RowTables(Protocol):
     """The worker's tables, as far as the hooks read them."""
+
+    @property
+    def any_leased(self) -> bool: ...
 
     def physical_rows(self, table: Table, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
 
@@ -80,13 +84,14 @@ class DsaModelRunner:
     A model carries the hooks of one runner at a time. Use as a context manager, or call `uninstall`.
     """
 
-    def __init__(self, loaded: LoadedModel, worker: ModelWorker) -> None:
-        """Install the hooks.
+    def __init__(self, loaded: LoadedModel, worker: ModelWorker, watch: SelectionWatch | None = None) -> None:
+        """Install the hooks. `watch` is shown every selection, if there is one.
 
         Raises `InvariantError` if the model already carries hooks, or has not as many layers as the worker.
         """
         self.model: Any = loaded.model
         self.worker = worker
+        self._watch = watch
         geometry = loaded.geometry
         if self.model.config._attn_implementation == ATTENTION_NAME:
             raise InvariantError(f"{loaded.name} is driven by another runner: uninstall that one first")
@@ -132,9 +137,12 @@ class DsaModelRunner:
         """
         batch = step.batch
         selected = self._positions(layer, step, tokens)
+        if self._watch is not None:
+            self._watch.see(layer, selected, batch)
         if batch.num_decode:
             positions, staged_later = selected.split([batch.num_decode, batch.num_tokens - batch.num_decode])
-            selection = Selection(positions=positions, row_slot=batch.slots[: batch.num_decode].int())
+            row_slot = batch.slots[: batch.num_decode].int()
+            selection = Selection(positions, row_slot, leased=self.worker.tables.any_leased)
             selected = torch.cat([self.worker.handles[layer].resolve(selection), staged_later])
         return selected.unsqueeze(0)
 

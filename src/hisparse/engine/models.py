@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hisparse.config import KVDtype, ModelGeometry
-from hisparse.engine.builtin import BUILTIN_PREFIX, builtin_model
+from hisparse.engine.builtin import BUILTIN_PREFIX, FINDER, builtin_model, finder_folder
 from hisparse.engine.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer
 from hisparse.errors import BackendError, InputError
 from hisparse.geometry import ELEMENT_BYTES, latent_row
@@ -68,19 +68,20 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def load_model(name_or_path: str, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
-    """Load a built-in model ("builtin:tiny-v32", "builtin:tiny-glm") or a checkpoint directory.
+    """Load a built-in model ("builtin:tiny-v32", "builtin:tiny-glm", "builtin:finder") or a checkpoint directory.
 
-    Nothing is downloaded. Raises `InputError` for: a directory that is missing or has no readable configuration, a
-    model that is no sparse-attention model this library knows, missing weights or tokenizer, an unknown dtype.
+    Nothing is downloaded. Raises `InputError` for: a built-in model that is unknown or whose files are not there, a
+    directory that is missing or has no readable configuration, a model that is no sparse-attention model this library
+    knows, missing weights or tokenizer, an unknown dtype.
     Raises `BackendError` for a device that is not there.
     """
     torch_dtype = parse_dtype(dtype)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise BackendError("no CUDA device is usable: use the CPU (--device cpu), or install a driver and a CUDA torch")
-    if name_or_path.startswith(BUILTIN_PREFIX):
+    if name_or_path.startswith(BUILTIN_PREFIX) and name_or_path != FINDER:
         model, tokenizer = builtin_model(name_or_path, torch_dtype), ByteTokenizer()
         return _loaded(name_or_path, model.to(device), tokenizer, dtype)
-    path = Path(name_or_path)
+    path = finder_folder() if name_or_path == FINDER else Path(name_or_path)
     read_config(path)
     model = _load_weights(path, torch_dtype)
     return _loaded(name_or_path, model.to(device), _load_tokenizer(path, model.config), dtype)
@@ -151,15 +152,22 @@ def _loaded(name: str, model: Any, tokenizer: Tokenizer, dtype: str) -> LoadedMo
 
 def _load_weights(path: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     # The annotation of from_pretrained knows nothing of what output_loading_info adds.
     load: Any = AutoModelForCausalLM.from_pretrained
+    has_bar = logging.is_progress_bar_enabled()
+    # What a command shows of its progress is its own affair.
+    logging.disable_progress_bar()
     try:
         model, info = load(
             path, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # transformers, safetensors and torch raise many types for a damaged checkpoint
         raise InputError(f"the weights of {path} cannot be loaded: {_one_line(error)}") from error
+    finally:
+        if has_bar:
+            logging.enable_progress_bar()
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(f"{path} lacks {len(missing)} weights, {missing[0]} among them")

@@ -79,7 +79,8 @@ class HotState:
     `hot_row_of`: int16 `[num_slots, max_tokens]`, the inverse. An entry counts only if `position_of` agrees, so
     that forgetting a slot means clearing `position_of` alone.
     `stamp`: int32 `[num_slots, hot_rows]`, the step that last read the row; 0 for never.
-    `step`: int32 `[num_slots]`, a request's own clock: every call of `resolve` with a row of the slot advances it.
+    `step`: int32 `[num_slots]`, a request's own clock: every call of `resolve` with a row of the slot advances it,
+    while the slot has a hot lease.
     `queue`, int16 `[num_slots, hot_rows]` (padded to a multiple of 4), and `queue_state`, int32 `[num_slots, 4]`: a
     backend's own notes on which rows go next. Zeros mean that there are none; `reset_slots` puts zeros.
     """
@@ -166,12 +167,15 @@ class Selection:
     `positions`: int32 `[num_rows, topk]`, logical positions, -1 where a row has fewer. `row_slot`: int32
     `[num_rows]`, the slot of the request that each row belongs to, -1 for padding; rows of one slot may stand
     anywhere. `priority`: optional float32 `[num_slots, max_tokens]`, the indexer's scores, for victim rules that
-    use them; exact LRU ignores it.
+    use them; exact LRU ignores it. `leased`: False promises that no slot of `row_slot` has a hot block, as whoever
+    leases them knows without asking the device. Then nothing can be loaded, and a backend may do less for the same
+    result.
     """
 
     positions: torch.Tensor
     row_slot: torch.Tensor
     priority: torch.Tensor | None = None
+    leased: bool = True
 
 
 class Resolver(Protocol):

@@ -121,7 +121,8 @@ class ReferenceResolver:
     ) -> torch.Tensor:
         """Plan and copy for a leader. Returns int32 `[num_rows, topk]` physical rows; overwrites `plan`.
 
-        Raises `InvariantError` when the plan is too short, or when host and slab pages differ in size.
+        Raises `InvariantError` when the plan is too short, when host and slab pages differ in size, or when a selection
+        promises that there is no lease and there is one.
         """
         if source.layout.block_size != destination.layout.block_size:
             raise InvariantError(
@@ -130,7 +131,10 @@ class ReferenceResolver:
             )
         request = _Request(tables, state, destination.layout.block_size)
         active = selection.row_slot[selection.row_slot >= 0].unique()
-        state.step[active] += 1
+        leased = active[(tables.hot[active] != 0).any(1)]
+        if leased.numel() and not selection.leased:
+            raise InvariantError(f"a selection without leases names slots {leased.tolist()}, which have hot blocks")
+        state.step[leased] += 1
         classified = _classify(request, selection)
         loads = _choose_victims(request, _unite(request, classified))
         slab_row = request.slab_rows(tables.hot, loads.slot, loads.hot_row)

@@ -15,6 +15,7 @@ Inputs are built on `device`. Host memory is pinned when that is a CUDA device; 
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -126,6 +127,19 @@ class ResolverContract:
         outcome = check_resolve(resolver, case, case.select([(1, [0, 1, 20, 21])]))
         assert (outcome.counted["resident"], outcome.counted["unreachable"]) == (2, 2)
         assert int(case.counters.status.item()) == STATUS_OK
+
+    def test_a_promise_that_there_is_no_lease_changes_nothing(self, resolver: Resolver, make_case: MakeCase) -> None:
+        case = make_case(CaseShape(max_tokens=62, topk=40))
+        case.place_all(range(4), host=True)
+        for slot, page in ((0, 0), (0, 7), (2, 3), (3, 7)):
+            case.restore(slot, page)
+        rows = [(0, range(40)), (-1, range(8)), (3, [61, 60, -1, 62, 5000, 61]), (2, range(20, 40)), (0, range(22, 62))]
+        outcomes = []
+        for leased in (True, False, True):
+            outcomes.append(check_resolve(resolver, case, replace(case.select(rows), leased=leased)))
+        assert outcomes[0].counted == outcomes[1].counted == outcomes[2].counted
+        assert outcomes[0].counted["resident"] > 0
+        assert outcomes[0].counted["unreachable"] > 0
 
     # Rows of a step
 

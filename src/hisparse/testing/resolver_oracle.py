@@ -162,7 +162,7 @@ class NaiveResolver:
         inputs = Inputs.copy(selection, tables, state, destination.layout.block_size)
         demand = demand_of(inputs)
         for slot in set(inputs.row_slot.tolist()) - {EMPTY}:
-            state.step[slot] += 1
+            state.step[slot] += int(inputs.hot[slot].any())
         where = dict(demand.resident)
         copies: dict[int, list[tuple[int, int]]] = {}
         for slot, of_slot in demand.slots.items():

@@ -113,7 +113,8 @@ class LeaderRuntime(HiSparseRuntime):
         rows = context.resolver.resolve(
             selection, context.tables, self.state, self.views.host, self.views.slab, self.plan, context.counters
         )
-        self._load_followers(selection.positions.shape[0])
+        if selection.leased:  # otherwise the plan is empty
+            self._load_followers(selection.positions.shape[0])
         return rows
 
     def join(self, layer: int) -> None:

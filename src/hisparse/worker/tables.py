@@ -23,6 +23,7 @@ class WorkerTables:
         self.block_size = plan.config.block_size
         self.num_slots = plan.config.max_running
         self.device = torch.device(device)
+        self._hot_pages: dict[int, set[int]] = {}
         self._missing = torch.zeros((), dtype=torch.int64, device=device)
         self._num_blocks = {
             Table.RESIDENT: plan.num_device_blocks,
@@ -42,6 +43,11 @@ class WorkerTables:
     def __getitem__(self, table: Table) -> torch.Tensor:
         """int32 `[num_slots, width]`. Read it; only `apply` changes it."""
         return self._tables[table]
+
+    @property
+    def any_leased(self) -> bool:
+        """Whether some slot has a hot block, as the updates have it: asked without the device."""
+        return bool(self._hot_pages)
 
     def block_tables(self) -> BlockTables:
         """What resolvers are given. Shares memory with the tables."""
@@ -64,6 +70,7 @@ class WorkerTables:
             self._clear(resets)
         for table, entries in cells.items():
             self._write(self._tables[table], entries)
+        self._note_leases(resets, updates)
         return tuple(sorted({*resets, *(update.slot for update in updates if update.table is Table.HOT)}))
 
     def physical_rows(self, table: Table, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -91,6 +98,18 @@ class WorkerTables:
     def num_missing(self) -> int:
         """Positions that were asked for on a GPU and had no block: 0, or the scheduler erred. Waits for the device."""
         return int(self._missing)
+
+    def _note_leases(self, resets: Sequence[int], updates: Sequence[TableUpdate]) -> None:
+        for slot in resets:
+            self._hot_pages.pop(slot, None)
+        for update in updates:
+            if update.table is not Table.HOT:
+                continue
+            held = self._hot_pages.pop(update.slot, set())
+            for page, block in enumerate(update.blocks, update.first_page):
+                (held.discard if block == NULL_BLOCK else held.add)(page)
+            if held:
+                self._hot_pages[update.slot] = held
 
     def _clear(self, slots: Sequence[int]) -> None:
         for entries in self._tables.values():

@@ -8,10 +8,18 @@ import pytest
 
 from hisparse.errors import BackendError
 from hisparse.kernels.cuda import arguments, compiler
-from hisparse.kernels.cuda.parameters import DeviceLimits, ResolveShape, Specialization, plan_resolve, with_mover
+from hisparse.kernels.cuda.parameters import (
+    DeviceLimits,
+    ResolveShape,
+    Specialization,
+    plan_look_up,
+    plan_resolve,
+    with_mover,
+)
 
 SHARED_KIB = {8: 163, 9: 227, 10: 227, 12: 99}
 RESET = Specialization("reset_slots")
+LOOK_UP = plan_look_up(ResolveShape(1, 2048, 4096, 32768, 656), DeviceLimits((9, 0), 132, 227 << 10)).specialization
 ELF = b"\x7fELF"
 
 
@@ -24,7 +32,7 @@ def limits(arch: tuple[int, int]) -> DeviceLimits:
 def test_every_kernel_compiles_for_every_architecture(arch: tuple[int, int], row_bytes: int, tmp_path: Path) -> None:
     shape = ResolveShape(num_rows=1, topk=2048, hot_rows=4096, max_tokens=32768, row_bytes=row_bytes)
     move = with_mover(Specialization("move_rows", row_bytes=row_bytes), limits(arch), 64 * 1024)
-    for specialization in (plan_resolve(shape, limits(arch)).specialization, move, RESET):
+    for specialization in (plan_resolve(shape, limits(arch)).specialization, LOOK_UP, move, RESET):
         assert compiler.compile_kernel(specialization, arch, tmp_path).startswith(ELF)
 
 

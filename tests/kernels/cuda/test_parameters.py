@@ -15,6 +15,7 @@ from hisparse.kernels.cuda.parameters import (
     Specialization,
     blocks_per_row,
     cluster_size,
+    plan_look_up,
     plan_move,
     plan_replay,
     plan_resolve,
@@ -113,6 +114,11 @@ def test_rows_of_the_same_requests_share_their_clusters() -> None:
     union = ResolveShape(128, 2048, 10240, 32768, 656, num_slots=32)
     assert plan_resolve(union, H200).specialization.cluster == 8
     assert plan_resolve(replace(union, num_slots=128), H200).specialization.cluster == 2
+
+
+def test_a_look_up_has_a_thread_a_column_until_the_device_is_full() -> None:
+    grids = [plan_look_up(ResolveShape(rows, 2048, 4096, 32768, 656), H200).grid for rows in (1, 128, 1056, 8192)]
+    assert grids == [(8, 1), (8, 128), (1, 1056), (1, 8192)]
 
 
 def test_devices_without_clusters_get_the_other_kernel() -> None:

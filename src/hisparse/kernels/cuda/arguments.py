@@ -8,7 +8,12 @@ import ctypes
 MAX_LAYERS = 16
 """Layers whose rows one launch of `move_rows` copies."""
 
+MAX_RUNS = 32
+"""Runs of a page that one launch of `copy_pages` copies."""
+
 _POINTER = ctypes.c_uint64
+_U32 = ctypes.c_uint32
+_U64 = ctypes.c_uint64
 _I32 = ctypes.c_int32
 _I64 = ctypes.c_int64
 
@@ -126,10 +131,38 @@ class ResetArgs(ctypes.Structure):
     )
 
 
+class CopyRun(ctypes.Structure):
+    """Equal pieces of a page: offsets and strides in bytes at both ends; words before them, and of a piece."""
+
+    _fields_ = (
+        ("source_offset", _U64),
+        ("destination_offset", _U64),
+        ("source_stride", _U64),
+        ("destination_stride", _U64),
+        ("first_word", _U32),
+        ("words_per_piece", _U32),
+    )
+
+
+class CopyArgs(ctypes.Structure):
+    """Arguments of `copy_pages`: copies `num_runs` runs of `num_pages` pages, whose addresses are in two arrays."""
+
+    _fields_ = (
+        ("source_bases", _POINTER),
+        ("destination_bases", _POINTER),
+        ("num_pages", _U32),
+        ("words_per_page", _U32),
+        ("num_runs", _I32),
+        ("word_bytes", _I32),
+        ("runs", CopyRun * MAX_RUNS),
+    )
+
+
 def size_macros() -> tuple[tuple[str, str], ...]:
     """Macros that tell a kernel how large the host believes its arguments to be."""
     return (
         ("RESOLVE_ARGS_BYTES", str(ctypes.sizeof(ResolveArgs))),
         ("MOVE_ARGS_BYTES", str(ctypes.sizeof(MoveArgs))),
         ("RESET_ARGS_BYTES", str(ctypes.sizeof(ResetArgs))),
+        ("COPY_ARGS_BYTES", str(ctypes.sizeof(CopyArgs))),
     )

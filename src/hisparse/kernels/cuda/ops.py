@@ -15,6 +15,7 @@ from hisparse.kernels.cuda.arguments import MAX_LAYERS, MoveArgs, PagedRowsArgs,
 from hisparse.kernels.cuda.parameters import (
     ResolveShape,
     Specialization,
+    plan_look_up,
     plan_move,
     plan_replay,
     plan_resolve,
@@ -56,11 +57,12 @@ def resolve(
     counters: list[Tensor],
     scratch: Tensor,
     layouts: list[int],
+    leased: bool,
 ) -> None:
     """`Resolver.resolve` into `out`, int32 `[num_rows, topk]`.
 
     `scratch`: int32 `[num_rows]` or more, 0 before and after; launches that may overlap need their own.
-    `layouts`: those of `source` and `destination`.
+    `layouts`: those of `source` and `destination`. `leased`: as in `Selection`.
     """
     positions, row_slot = selection
     position_of, hot_row_of = state[:2]
@@ -69,11 +71,12 @@ def resolve(
     num_slots, hot_rows = position_of.shape
     if num_rows == 0 or topk == 0:
         count.zero_()
-        _advance(state[3], row_slot)
+        _advance(state[3], row_slot, tables[2])
         return
     device = out.device.index
     shape = ResolveShape(num_rows, topk, hot_rows, hot_row_of.shape[1], layouts[3], num_slots)
-    launch = plan_resolve(shape, driver.device_limits(device))
+    plan_launch = plan_resolve if leased else plan_look_up
+    launch = plan_launch(shape, driver.device_limits(device))
     plan_rows, plan_capacity = host_row.shape
     addresses = (positions, row_slot, out, *tables, *state)
     arguments = ResolveArgs(
@@ -100,11 +103,11 @@ def resolve(
         kernel.launch(launch.grid, launch.shared_bytes, arguments)
 
 
-def _advance(step: Tensor, row_slot: Tensor) -> None:
-    """Advance the clock of every slot that has a row: what is left of a step that selects nothing."""
+def _advance(step: Tensor, row_slot: Tensor, hot: Tensor) -> None:
+    """Advance the clock of every leased slot that has a row: what is left of a step that selects nothing."""
     seen = torch.zeros(step.numel() + 1, dtype=torch.int32, device=step.device)
     seen.scatter_(0, (row_slot + 1).long(), 1)
-    step.add_(seen[1:])
+    step.add_(seen[1:] * (hot != 0).any(1))
 
 
 @torch.library.custom_op("hisparse::move_rows", mutates_args={"destination", "totals"})
@@ -179,6 +182,7 @@ def _(
     counters: list[Tensor],
     scratch: Tensor,
     layouts: list[int],
+    leased: bool,
 ) -> None:
     """All results are written in place."""
 

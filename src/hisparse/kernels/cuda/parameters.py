@@ -15,6 +15,10 @@ RESOLVE_THREADS = 1024
 CLUSTER_THREADS = 256
 """Of a block of `resolve_cluster`, which scans 1024 bins four at a time."""
 
+LOOK_UP_THREADS = 256
+_LOOK_UP_FILL = 8
+"""Blocks of `look_up` that a multiprocessor holds."""
+
 MOVE_THREADS = 512
 _ROWS_PER_BLOCK = 64
 """Rows that a block has under way: in several blocks, more than the link needs."""
@@ -167,6 +171,14 @@ def plan_resolve(shape: ResolveShape, limits: DeviceLimits) -> ResolveLaunch:
     Raises `InputError` when the inverse of that many tokens does not fit the device's shared memory.
     """
     return _plan_cluster(shape, limits) if limits.has_clusters else _plan_team(shape, limits)
+
+
+def plan_look_up(shape: ResolveShape, limits: DeviceLimits) -> ResolveLaunch:
+    """The launch where no request has a hot lease: a thread a column, as long as all blocks run side by side."""
+    blocks = ceil_div(shape.topk, LOOK_UP_THREADS)
+    at_once = max(1, _LOOK_UP_FILL * limits.num_multiprocessors // shape.num_rows)
+    kernel = Specialization("look_up", LOOK_UP_THREADS)
+    return ResolveLaunch(kernel, SharedOffsets(), ClusterOffsets(), 0, (min(blocks, at_once), shape.num_rows))
 
 
 def _plan_team(shape: ResolveShape, limits: DeviceLimits) -> ResolveLaunch:

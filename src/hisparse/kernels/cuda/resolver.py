@@ -58,6 +58,7 @@ class CudaResolver:
             [counters.totals, counters.status],
             self._scratch,
             ops.layout_numbers(source.layout) + ops.layout_numbers(destination.layout),
+            selection.leased,
         )
         return out
 

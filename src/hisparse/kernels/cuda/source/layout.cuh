@@ -113,6 +113,30 @@ struct ResetArgs {
   i32 reserved;
 };
 
+constexpr i32 MAX_RUNS = 32;
+
+// Equal pieces of a page, at a stride at both ends. All numbers in bytes but for the last two, which are words.
+struct CopyRun {
+  u64 source_offset;
+  u64 destination_offset;
+  u64 source_stride;
+  u64 destination_stride;
+  u32 first_word;  // words of the page's runs before this one
+  u32 words_per_piece;
+};
+
+// Copies `num_runs` runs of every page. num_pages * words_per_page is less than 2^32.
+struct CopyArgs {
+  const u64* source_bases;       // [num_pages], addresses
+  const u64* destination_bases;  // [num_pages], addresses
+  u32 num_pages;
+  u32 words_per_page;
+  i32 num_runs;
+  i32 word_bytes;
+  CopyRun runs[MAX_RUNS];
+};
+
 static_assert(sizeof(ResolveArgs) == RESOLVE_ARGS_BYTES, "ResolveArgs differs from arguments.py");
 static_assert(sizeof(MoveArgs) == MOVE_ARGS_BYTES, "MoveArgs differs from arguments.py");
 static_assert(sizeof(ResetArgs) == RESET_ARGS_BYTES, "ResetArgs differs from arguments.py");
+static_assert(sizeof(CopyArgs) == COPY_ARGS_BYTES, "CopyArgs differs from arguments.py");

@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) resolve(const __grid_co
   if (part == 0 && row != rows[0]) close_plan_row(args, row, 0);
   if (!loads) {
     if (team.rank == 0) close_plan_row(args, row, 0);
-    if (is_last_reader(args, team) && threadIdx.x == 0) args.step[slot] = now;
+    if (request.has_lease && is_last_reader(args, team) && threadIdx.x == 0) args.step[slot] = now;
     Tally::publish(sums, args.totals);
     return;
   }

@@ -250,7 +250,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   if (counts.all == 0) {
     if (has_lease) cluster_arrive();
     if (rank == 0) close_plan_row(args, row, 0);
-    if (leads) args.step[slot] = hot.now;
+    if (leads && has_lease) args.step[slot] = hot.now;
     Tally::publish(sums, args.totals);
     if (has_lease) cluster_wait();  // no block reaches into another one any more
     return;
