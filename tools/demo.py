@@ -1,7 +1,8 @@
-"""Decode four long prompts at once on both built-in models, with at most 15 % of their KV on the device, verified.
+"""Decode four long prompts at once on both tiny models, with at most 15 % of their KV on the device, verified.
 
-The prompts are sources of Python's standard library: real text that every machine with Python has. Each built-in
-model counts one token per byte. Exits with the first failing run's code.
+The prompts are sources of Python's standard library: real text that every machine with Python has. Each tiny model
+counts one token per byte. Where the finder is installed, it is then asked for facts hidden in such text, and shown is
+whether the rows that its answers rest on were fetched from the host. Exits with the first failing run's code.
 """
 
 import subprocess
@@ -11,6 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from hisparse.engine.builtin import FINDER, has_finder
+
 MODELS = ("builtin:tiny-v32", "builtin:tiny-glm")
 SOURCES = {"argparse.py": 4020, "tarfile.py": 4070, "inspect.py": 4130, "zipfile.py": 4200}
 """Which files, and how many bytes of each: different lengths, so that the requests do not move in step."""
@@ -18,6 +21,9 @@ FALLBACK = {"zipfile.py": "zipfile/__init__.py"}
 """Where newer Pythons keep a file."""
 DEVICE_SHARE = "14%"
 MAX_TOKENS = 32
+FINDER_SHARE = "10%"
+FINDER_TOKENS = 4096
+FINDER_PROMPTS = 4
 
 
 def write_prompts(folder: Path) -> list[Path]:
@@ -43,8 +49,14 @@ def command(model: str, prompts: list[Path]) -> list[str]:
     return [sys.executable, "-m", "hisparse", "generate", model, *files, *options]
 
 
+def finder_command() -> list[str]:
+    """The `hisparse eval` command line of the finder."""
+    options = ["--context", str(FINDER_TOKENS), "--keys", "4", "--prompts", str(FINDER_PROMPTS)]
+    return [sys.executable, "-m", "hisparse", "eval", FINDER, *options, "--device-kv", FINDER_SHARE]
+
+
 def main() -> int:
-    """Run both models and return the first exit code that is not 0."""
+    """Run all models and return the first exit code that is not 0."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hisparse-demo-") as folder:
         prompts = write_prompts(Path(folder))
@@ -56,7 +68,17 @@ def main() -> int:
             if code:
                 return code
     print(f"\nboth models verified in {time.monotonic() - began:.0f} s")
-    return 0
+    return ask_finder() if has_finder() else 0
+
+
+def ask_finder() -> int:
+    """Ask the finder, and return the exit code."""
+    print(f"\n{FINDER}: {FINDER_PROMPTS} texts of {FINDER_TOKENS} tokens, {FINDER_SHARE} of their KV on the device")
+    print(
+        "each hides four lines such as `# the key of lantern is 48213` and ends with `# the key of lantern is`",
+        flush=True,
+    )
+    return subprocess.run(finder_command(), check=False).returncode
 
 
 if __name__ == "__main__":

@@ -65,5 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    root = Path(__file__).resolve().parents[1]
+    # The package may not be installed where this runs.
+    sys.path[:0] = [str(root), str(root / "src")]
     sys.exit(main())

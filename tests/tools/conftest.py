@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hisparse.evaluation.prompts import library_files, read_sources
 from tools.finder.data import Corpus, SequenceBuilder
 from tools.finder.model import FinderShape
-from tools.finder.prompts import library_files, read_sources
 from tools.finder.vocabulary import FactTokens, train_tokenizer
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tools.finder.prompts import (
+from hisparse.evaluation.prompts import (
     NAMES,
     build_prompt,
     draw_value,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.finder.prompts import NAMES, VALUE_DIGITS
+from hisparse.evaluation.prompts import NAMES, VALUE_DIGITS
 from tools.finder.vocabulary import FactTokens
 
 TEXT, FIRST_DIGIT, LATER_DIGIT, FACT_VALUE = 0, 1, 2, 3

@@ -5,20 +5,17 @@ is appended, and each of its tokens must be the most likely one after those befo
 greedy answer's chances anyway, so both ways count the same prompts.
 """
 
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+from hisparse.evaluation.prompts import FinderPrompt, PromptSource
 from tools.finder.model import Finder
-from tools.finder.prompts import FinderPrompt, build_prompt, library_files, read_sources
 from tools.finder.schedule import Cell
 
-HELD_OUT_BYTES = 3 << 20
 BATCH_TOKENS = 1 << 17
 _PAD = 64
 """Lengths are rounded up to this: few shapes, aligned rows. What is appended comes after everything that counts."""
@@ -44,21 +41,16 @@ class Outcome:
 
 
 class PromptMaker:
-    """Makes prompts from the held-out files."""
+    """Makes prompts from the held-out files, and cuts them into tokens."""
 
     def __init__(self, tokenizer: Any, seed: int) -> None:
         """`tokenizer` is of the `tokenizers` library."""
-        texts = read_sources(library_files(held_out=True), HELD_OUT_BYTES, random.Random(seed))
-        self._lines = [line for text in texts for line in text.splitlines(keepends=True)]
         self._tokenizer = tokenizer
-        self._seed = seed
-        self._count = lru_cache(1 << 20)(lambda text: len(tokenizer.encode(text).ids))
+        self._source = PromptSource(lambda text: len(tokenizer.encode(text).ids), seed)
 
     def prompts(self, cell: Cell, num: int) -> list[FinderPrompt]:
         """`num` prompts of at most `cell.context` tokens, answer included. The same call gives the same prompts."""
-        rng = random.Random(f"{self._seed}/{cell.context}/{cell.keys}")
-        room = cell.context - self._count(" 48213")
-        return [build_prompt(self._lines, self._count, rng, room, cell.keys) for _ in range(num)]
+        return self._source.prompts(cell.context, cell.keys, num)
 
     def encode(self, prompts: Sequence[FinderPrompt]) -> list[tuple[list[int], list[int]]]:
         """Token ids of each prompt's text and of its answer, tokenised apart, as prompt and output are."""

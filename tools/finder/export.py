@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV32Config, PreTrainedTokenizerFast
 
+from hisparse.evaluation.prompts import FinderPrompt
 from tools.finder.model import Finder, FinderShape
-from tools.finder.prompts import FinderPrompt
 
 MAX_BYTES = 12_000_000
 WEIGHTS = "model.safetensors"

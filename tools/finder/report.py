@@ -6,14 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hisparse.evaluation import svg
+from hisparse.evaluation.prompts import HELD_OUT, fact_line, question
 from tools.finder.data import FACT_COUNTS
-from tools.finder.prompts import HELD_OUT, fact_line, question
 from tools.finder.schedule import Preset
-
-_WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 860, 220, 60, 30, 60
-_COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700")
-
-Series = dict[str, list[tuple[float, float]]]
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -27,47 +23,11 @@ def plot(steps: Sequence[dict[str, Any]]) -> str:
     span = max((step["seconds"] for step in steps), default=1.0)
     starts = [(b["seconds"], b["stage"]) for a, b in zip([{"stage": None}, *steps], steps, strict=False)
               if a["stage"] != b["stage"]]  # fmt: skip
-    losses: Series = {name: [(s["seconds"], s[name]) for s in steps] for name in ("answer", "text", "index")}
-    digits: Series = {name: [(s["seconds"], s[name]) for s in steps] for name in ("first_right", "later_right")}
+    losses = {name: [(s["seconds"], s[name]) for s in steps] for name in ("answer", "text", "index")}
+    digits = {name: [(s["seconds"], s[name]) for s in steps] for name in ("first_right", "later_right")}
     top = max([1.0, *(value for points in losses.values() for _, value in points)])
-    total = 2 * (_HEIGHT + _GAP) + _TOP
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH + _LEFT + 20}" height="{total}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="100%" height="{total}" fill="white"/>',
-        *_panel("loss", losses, (span, top), starts, _TOP),
-        *_panel("share of digits right", digits, (span, 1.0), starts, _TOP + _HEIGHT + _GAP),
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
-
-
-def _panel(
-    title: str, series: Series, limits: tuple[float, float], starts: Sequence[tuple[float, str]], top: float
-) -> list[str]:
-    span, most = limits
-
-    def place(x: float, y: float) -> str:
-        return f"{_LEFT + _WIDTH * x / span:.1f},{top + _HEIGHT * (1 - y / most):.1f}"
-
-    parts = [
-        f'<rect x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{_HEIGHT}" fill="none" stroke="#888"/>',
-        f'<text x="{_LEFT}" y="{top - 8}">{title}</text>',
-        f'<text x="{_LEFT - 8}" y="{top + 10}" text-anchor="end">{most:.3g}</text>',
-        f'<text x="{_LEFT - 8}" y="{top + _HEIGHT}" text-anchor="end">0</text>',
-        f'<text x="{_LEFT + _WIDTH}" y="{top + _HEIGHT + 16}" text-anchor="end">{span:.0f} s</text>',
-    ]
-    for index, (seconds, stage) in enumerate(starts):
-        x = _LEFT + _WIDTH * seconds / span
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{top + _HEIGHT}" stroke="#ccc"/>')
-        height = top + _HEIGHT - 6 - 14 * (index % 4)
-        parts.append(f'<text x="{x + 3:.1f}" y="{height:.1f}" fill="#666" font-size="10">{stage}</text>')
-    for index, (name, points) in enumerate(series.items()):
-        line = " ".join(place(x, y) for x, y in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{_COLOURS[index]}" stroke-width="1.2"/>')
-        x = _LEFT + 160 + 110 * index
-        parts.append(f'<text x="{x}" y="{top - 8}" fill="{_COLOURS[index]}">{name}</text>')
-    return parts
+    axis = svg.Axis(span, f"{span:.0f} s", starts)
+    return svg.document([svg.Panel("loss", losses, top, axis), svg.Panel("share of digits right", digits, 1.0, axis)])
 
 
 class Journal:
@@ -164,8 +124,8 @@ def _recipe(preset: Preset, run: dict[str, Any]) -> list[str]:
 
 def _limits(preset: Preset, run: dict[str, Any]) -> list[str]:
     return [
-        f"""It knows {run["names"]} names (`NAMES` in `tools/finder/prompts.py`), each a single token, and values of
-        five digits that do not begin with 0. Other names and other wordings are not answered.""",
+        f"""It knows {run["names"]} names (`NAMES` in `hisparse/evaluation/prompts.py`), each a single token, and
+        values of five digits that do not begin with 0. Other names and other wordings are not answered.""",
         """It is no language model: what it says of anything else is noise in the manner of Python sources. It never
         says by itself that it is done; a newline follows the digits.""",
         f"It was trained on positions up to {_longest(preset)}; nothing is known of it beyond.",

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from hisparse.evaluation.prompts import NAMES, library_files, read_sources
 from tools.finder.data import Corpus, Feeder, SequenceBuilder
 from tools.finder.evaluate import PromptMaker, run_cell, run_cells
 from tools.finder.export import export, load_weights, served, stock_check
 from tools.finder.model import Finder
-from tools.finder.prompts import NAMES, library_files, read_sources
 from tools.finder.report import Journal, card, plot, read_log
 from tools.finder.schedule import PRESETS, Cell
 from tools.finder.train import FIRST_DIGIT_WEIGHT, TEXT_WEIGHT, Progress, Trainer

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tools.finder.prompts import NAMES, fact_line
+from hisparse.evaluation.prompts import NAMES, fact_line
 
 _BOOST = 4000
 """How often each name and spaced digit is shown to the trainer, so that it becomes one token among so few."""

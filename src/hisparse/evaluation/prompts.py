@@ -12,6 +12,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 _NAME_LIST = """
@@ -28,6 +29,10 @@ NAMES = tuple(_NAME_LIST.split())
 """The names that the model knows, each of them one token. Few occur in source code."""
 
 VALUE_DIGITS = 5
+EXAMPLE_ANSWER = " 48213"
+"""As long as every answer."""
+HELD_OUT_BYTES = 3 << 20
+"""How much held-out text prompts are made from."""
 HELD_OUT = 20
 """One source file in so many is kept for evaluation and never trained on."""
 
@@ -63,6 +68,38 @@ class FinderPrompt:
     num_tokens: int
     depth: float
 
+    @property
+    def needle(self) -> slice:
+        """Where in `text` the answer stands, the space before it included: the end of the asked fact's line."""
+        asked = question(self.name)
+        start = self.text.index(asked + self.answer) + len(asked)
+        return slice(start, start + len(self.answer))
+
+    @property
+    def question_start(self) -> int:
+        """Where in `text` the question begins."""
+        return len(self.text) - len(question(self.name))
+
+
+class PromptSource:
+    """Makes prompts from the held-out files: text that the finder was never trained on."""
+
+    def __init__(self, count: Callable[[str], int], seed: int) -> None:
+        """`count` gives the number of tokens of a text; it is asked once for each line."""
+        texts = read_sources(library_files(held_out=True), HELD_OUT_BYTES, random.Random(seed))
+        self._lines = [line for text in texts for line in text.splitlines(keepends=True)]
+        self._count = lru_cache(1 << 20)(count)
+        self._seed = seed
+
+    def prompts(self, num_tokens: int, num_keys: int, num_prompts: int) -> list[FinderPrompt]:
+        """`num_prompts` prompts of at most `num_tokens` tokens, answer included. The same call gives the same prompts.
+
+        Raises `ValueError` as `build_prompt` does.
+        """
+        rng = random.Random(f"{self._seed}/{num_tokens}/{num_keys}")
+        room = num_tokens - self._count(EXAMPLE_ANSWER)
+        return [build_prompt(self._lines, self._count, rng, room, num_keys) for _ in range(num_prompts)]
+
 
 def build_prompt(
     lines: Sequence[str], count: Callable[[str], int], rng: random.Random, num_tokens: int, num_keys: int
@@ -73,6 +110,8 @@ def build_prompt(
     do for the finder's tokenizer. Facts stand before lines drawn uniformly. Raises `ValueError` if the facts do not
     fit, or if there are not that many names.
     """
+    if num_keys > len(NAMES):
+        raise ValueError(f"{num_keys} facts need as many names, and there are only {len(NAMES)}")
     names = rng.sample(NAMES, num_keys)
     facts = [fact_line(name, draw_value(rng)) for name in names]
     asked = names[0]

@@ -1,0 +1,159 @@
+"""`hisparse eval`: mistakes are one line, runs end in JSON or tables, and a difference is an exit code."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hisparse.cli.eval import parse_contexts
+from hisparse.cli.eval_render import ANSWER_WIDTH, shortened
+from hisparse.cli.main import main
+from hisparse.cli.progress import EvalProgress
+from hisparse.engine import builtin
+from hisparse.evaluation.report import EvalReport
+from hisparse.evaluation.runs import Run
+from tests.evaluation.wired import write_checkpoint
+
+MISTAKES = {
+    "contexts that are none": (["--context", "8k"], "contexts '8k' are not integers"),
+    "empty context": (["--context", "512,"], "are not integers"),
+    "no tokens": (["--context", "0"], "each at least 1"),
+    "a context twice": (["--context", "512,512"], "must be different"),
+    "no keys": (["--keys", "0"], "--keys"),
+    "no prompts": (["--prompts", "0"], "--prompts"),
+    "device budget": (["--device-kv", "lots"], "device KV budget 'lots' is not a size"),
+    "device share": (["--device-kv", "120%"], "at most 100%"),
+    "host pool": (["--host-pool", "1XiB"], "host pool '1XiB' is not a size"),
+    "plot in no folder": (["--plot", "nowhere/plot.svg"], "name a file in a folder that exists"),
+    "folder as plot": (["--plot", "."], "name a file"),
+}
+RUN_MISTAKES = {
+    "facts that do not fit": (["--context", "64", "--keys", "16"], "16 facts and a question do not fit"),
+    "more names than there are": (["--context", "8192", "--keys", "2000"], "there are only"),
+    "budget": (["--context", "400", "--device-kv", "4KiB"], "the least that runs one request is"),
+    "positions": (["--context", "20000", "--prompts", "1", "--device-kv", "all"], "it has 16384 positions"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a model that answers every question."""
+    folder = tmp_path_factory.mktemp("wired")
+    write_checkpoint(folder)
+    return str(folder)
+
+
+def small(checkpoint: str, *more: str) -> list[str]:
+    options = ["--context", "640", "--prompts", "2", "--keys", "2", "--seed", "5", "--device-kv", "20%"]
+    return ["eval", checkpoint, "--dtype", "float32", "--block-size", "16", "--host-pool", "16MiB", *options, *more]
+
+
+@pytest.mark.parametrize(("arguments", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_gives_one_line_and_exit_code_2(
+    arguments: list[str], said: str, backend: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "builtin:finder", *arguments]) == 2
+    assert_one_line(capsys, said)
+    assert backend.loaded == []
+
+
+@pytest.mark.parametrize(("arguments", "said"), RUN_MISTAKES.values(), ids=RUN_MISTAKES)
+def test_what_the_model_cannot_do_is_one_line_too(
+    arguments: list[str], said: str, checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", checkpoint, "--dtype", "float32", "--block-size", "16", *arguments]) == 2
+    assert_one_line(capsys, said)
+
+
+def assert_one_line(capsys: pytest.CaptureFixture[str], said: str) -> None:
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("hisparse: ")
+    assert shown.err.count("\n") == 1
+    assert said in shown.err
+
+
+def test_json_has_all_runs_and_nothing_else_is_printed(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "plot.svg"
+    assert main(small(checkpoint, "--json", "--stock", "--plot", str(plot))) == 0
+    shown = capsys.readouterr()
+    said = json.loads(shown.out)
+    assert shown.err == ""
+    assert said["accuracy"] == {"resident": 1.0, "hisparse": 1.0, "broken": 0.0, "stock": 1.0}
+    assert 0.3 < said["needle_rows"]["share_from_host"] <= 1.0
+    assert plot.read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_tables_show_questions_answers_and_the_verdict(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(small(checkpoint)) == 0
+    shown = capsys.readouterr()
+    assert "hisparse gave the tokens of resident on all 2 prompts" in shown.out
+    assert "100.0%" in shown.out
+    assert "5 of 5" in shown.out
+    assert shown.err == ""
+
+
+def test_a_difference_is_exit_code_1(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hisparse.evaluation import evaluate
+
+    def wrong(*arguments: Any) -> Run:
+        run = hisparse(*arguments)
+        return replace(run, output_ids=((), *run.output_ids[1:]))
+
+    hisparse = evaluate.RUNS["hisparse"]
+    monkeypatch.setitem(evaluate.RUNS, "hisparse", wrong)
+    assert main(small(checkpoint)) == 1
+    assert "hisparse DIFFERS from resident on 1 of 2 prompts" in capsys.readouterr().out
+
+
+def test_interrupted_is_one_line_and_exit_code_130(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> EvalReport:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hisparse.evaluation.evaluate.evaluate", interrupt)
+    assert main(small(checkpoint)) == 130
+    assert capsys.readouterr().err == "hisparse: interrupted\n"
+
+
+def test_the_finder_is_one_line_where_its_files_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(builtin, "FINDER_FOLDER", tmp_path)
+    assert main(["eval", "builtin:finder"]) == 2
+    assert_one_line(capsys, "the files of builtin:finder are not part of this installation")
+
+
+def test_the_finder_is_the_checkpoint_in_its_folder(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(builtin, "FINDER_FOLDER", Path(checkpoint))
+    arguments = ["--context", "640", "--prompts", "2", "--keys", "2", "--seed", "5", "--device-kv", "20%", "--json"]
+    assert main(["eval", "builtin:finder", *arguments]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["model"] == "builtin:finder"
+    assert said["accuracy"]["hisparse"] == 1.0
+
+
+def test_contexts_keep_their_order() -> None:
+    assert parse_contexts("8192, 1024,2048") == (8192, 1024, 2048)
+
+
+def test_what_a_model_says_is_shown_in_one_short_line() -> None:
+    assert shortened(" 48213") == "48213"
+    assert shortened("4\n\n 2\x1b[31m") == "4 2\N{REPLACEMENT CHARACTER}[31m"
+    assert len(shortened("x" * 50)) == ANSWER_WIDTH
+
+
+def test_progress_counts_no_token_twice() -> None:
+    with EvalProgress(10, shown=False) as progress:
+        for run, tokens in (("resident", 8), ("resident", 8), ("hisparse", 3)):
+            progress.advance(run, tokens)
+        assert [task.completed for task in progress._progress.tasks] == [10, 3]
