@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from hisparse.offload import page_copies
 from hisparse.worker.views import BlockCopies
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -90,6 +92,54 @@ def test_transfers_measure_both_ways(run: Any) -> None:
     for row in rows:
         assert row["bytes"] == row["pages"] * 2 * 16 * {"bfloat16": 1152, "fp8_ds_mla": 656}[row["format"]]
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["device_us"] / 1e3)
+
+
+def test_file_tier_measures_all_three_in_every_phase(run: Any, tmp_path: Path) -> None:
+    rows = run("file_tier", f"--dir {tmp_path} --files 6 --mib 1 --rounds 2")
+    assert [row["phase"] for row in rows] == ["write", "cold", "warm"]
+    for row in rows:
+        assert {name: len(rates) for name, rates in row["rounds"].items()} == {"tier": 2, "bare": 2, "dd": 2}
+        assert row["of_best"] == pytest.approx(row["tier_gb_per_s"] / max(row["bare_gb_per_s"], row["dd_gb_per_s"]))
+    assert list(tmp_path.glob("hisparse-file-tier-*")) == []
+
+
+def test_file_tier_stops_at_a_block_with_other_bytes(load: Any, tmp_path: Path) -> None:
+    file_tier: ModuleType = load("file_tier")
+    tier = file_tier.Tier(tmp_path, Namespace(files=3, mib=1, threads=2))
+    tier.run("write")
+    tier.run("cold")
+    tier.keys.reverse()
+    with pytest.raises(SystemExit, match="came back with other bytes"):
+        tier.run("cold")
+
+
+def test_canonical_compares_plans_with_broadcasting_and_copies_with_whole_pages(run: Any) -> None:
+    rows = run("canonical", "--tp 1 4 --pages 64 --layers 3 --copy-bytes 100000 --rounds 1")
+    plans = [row for row in rows if row["run"] == "plan"]
+    assert [row["fragments"] for row in plans[:5]] == [1, 16, 512, 1, 16]
+    assert all(row["transient_bytes"] <= 2048 for row in plans)
+    assert all(row["broadcast_transient_bytes"] >= 8 * row["pages"] * row["fragments"] for row in plans)
+    layers = [row["fragments"] for row in rows if row["run"] == "layers"]
+    assert layers == [3 * row["fragments"] for row in plans[3:]]
+    copies = [row for row in rows if row["run"] == "copy"]
+    assert {(row["form"], row["tp"], row["direction"]) for row in copies} >= {("split-hnd", 4, "load")}
+    for row in copies:
+        assert row["of_direct"] == pytest.approx(row["gb_per_s"] / row["direct_gb_per_s"])
+
+
+def test_canonical_notices_other_descriptors_and_lost_bytes(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    canonical: ModuleType = load("canonical")
+    options = "canonical.py --tp 2 --pages 4 --layers 1 --copy-bytes 100000 --rounds 1"
+    monkeypatch.setattr(sys, "argv", options.split())
+    monkeypatch.setattr(canonical, "in_turns", lambda ways: [1.0] * len(ways))
+    assert canonical.main() == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(canonical.CopyPlan, "_by_page", lambda *_: None)
+        with pytest.raises(SystemExit, match="describes"):
+            canonical.main()
+    monkeypatch.setattr(page_copies, "copy_run", lambda *_: None)
+    with pytest.raises(SystemExit, match="came back with other bytes"):
+        canonical.main()
 
 
 def test_transfers_notice_bytes_that_did_not_arrive(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:

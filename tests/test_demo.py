@@ -1,6 +1,9 @@
 """The demo keeps its own promises: long prompts, several at once, and a small share of the KV on the device."""
 
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from hisparse.cli.budget import Workload, device_budget
 from hisparse.config import ModelGeometry
@@ -30,3 +33,18 @@ def test_both_models_are_verified() -> None:
         arguments = demo.command(model, [Path("a"), Path("b")])
         assert model in arguments
         assert "--verify" in arguments
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_the_finder_is_asked_where_it_is_installed(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def start(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        started.append(command)
+        return subprocess.CompletedProcess(command, returncode=0)
+
+    monkeypatch.setattr(demo.subprocess, "run", start)
+    monkeypatch.setattr(demo, "has_finder", lambda: is_there)
+    assert demo.main() == 0
+    assert [command[3:5] for command in started[2:]] == ([["eval", "builtin:finder"]] if is_there else [])
+    assert started[0][3] == started[1][3] == "generate"

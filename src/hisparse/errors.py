@@ -17,6 +17,10 @@ class CapacityError(InputError):
     """What was asked for can never fit. The message gives the size that would."""
 
 
+class LayoutError(InputError):
+    """A cache tensor's layout cannot be certified. The message says what was found and what would be right."""
+
+
 class BackendError(HiSparseError, RuntimeError):
     """The machine lacks something: a driver, a compiler, pinned memory. The message names the fix."""
 

@@ -24,7 +24,10 @@ class Device(Enum):
 
 def generate(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A checkpoint directory, builtin:tiny-v32 or builtin:tiny-glm.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A checkpoint directory, builtin:finder, builtin:tiny-v32 or builtin:tiny-glm."
+        ),
     ],
     prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A prompt; may be repeated.")] = None,
     prompt_file: Annotated[

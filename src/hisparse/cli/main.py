@@ -1,6 +1,6 @@
 """The `hisparse` command and its error boundary.
 
-Exit codes: 0 done; 1 a verification found a difference, or the output could not be written; 2 bad input, or a machine
+Exit codes: 0 done; 1 a comparison found a difference, or the output could not be written; 2 bad input, or a machine
 that lacks something; 130 interrupted. Bad input gives one line on standard error; any other exception is a fault of
 the library and keeps its traceback.
 """
@@ -16,7 +16,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from hisparse.cli.doctor import doctor
+from hisparse.cli.eval import evaluate
 from hisparse.cli.generate import generate
+from hisparse.cli.kv import kv
 from hisparse.errors import BackendError, InputError
 
 EXIT_OUTPUT_FAILED = 1
@@ -54,7 +56,9 @@ def _root(
 
 
 app.command(name="generate")(generate)
+app.command(name="eval")(evaluate)
 app.command(name="doctor")(doctor)
+app.add_typer(kv)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

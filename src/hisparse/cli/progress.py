@@ -70,3 +70,34 @@ class VerifyProgress(_Bars):
         if reference not in self._tasks:
             self._tasks[reference] = self._progress.add_task(reference, total=total)
         self._progress.update(self._tasks[reference], completed=done)
+
+
+class EvalProgress(_Bars):
+    """One bar for every way of answering, all of which read the same `prompt_tokens` tokens."""
+
+    def __init__(self, prompt_tokens: int, shown: bool) -> None:
+        super().__init__("prompt tokens", shown)
+        self._prompt_tokens = prompt_tokens
+        self._tasks: dict[str, TaskID] = {}
+        self._left: dict[str, int] = {}
+
+    def advance(self, run: str, num_tokens: int) -> None:
+        """`run` has read so many tokens more. What a preempted request reads again is no progress."""
+        if run not in self._tasks:
+            self._tasks[run] = self._progress.add_task(run, total=self._prompt_tokens)
+            self._left[run] = self._prompt_tokens
+        read = min(num_tokens, self._left[run])
+        self._left[run] -= read
+        self._progress.advance(self._tasks[run], read)
+
+
+class BlockProgress(_Bars):
+    """One bar over the stored blocks that a command reads."""
+
+    def __init__(self, task: str, num_blocks: int, shown: bool) -> None:
+        super().__init__("blocks", shown)
+        self._task = self._progress.add_task(task, total=num_blocks)
+
+    def advance(self) -> None:
+        """One block more is done."""
+        self._progress.advance(self._task)

@@ -1,0 +1,1 @@
+"""KV below the GPU: one layout for every topology, a CPU region per node, and tiers under it."""

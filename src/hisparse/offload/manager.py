@@ -1,0 +1,331 @@
+"""The scheduler's side of the offload path: which chunks a request can load, and which of its own are kept.
+
+No call waits: not for workers, not for a disk. Whatever goes wrong, at any step, ends as a miss; a request is told to
+ask again for a bounded time, has at most one load fail, and then computes.
+
+The order of calls for one request: `lookup` until it says HIT or MISS; after a HIT `prepare_load`, whose transfer
+every worker carries out; `prepare_store` as chunks are computed; `finish`. `report` takes what workers saw,
+`take_events` gives what came of it. One thread makes all calls.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from hisparse.errors import InvariantError
+from hisparse.offload.config import OffloadConfig
+from hisparse.offload.cpu_tier import CpuTier, Entry, EntryState
+from hisparse.offload.messages import (
+    ChunkCopy,
+    Lookup,
+    LookupStatus,
+    OffloadReport,
+    RegionTransfer,
+    StorePlan,
+    TransferEvent,
+    TransferKind,
+    TransferOutcome,
+)
+from hisparse.offload.policies import make_policy
+from hisparse.offload.request_state import RequestState
+from hisparse.offload.stats import OffloadStats
+from hisparse.offload.tier import Below
+from hisparse.offload.tier_traffic import TierTraffic
+from hisparse.offload.transfer_log import OpenTransfer, TransferLog
+
+OWN_TAIL = 16
+"""How many of a request's newest chunks are tried when its own store finds no other place."""
+
+
+class OffloadManager:
+    """Keeps the books of one node's CPU region of `num_blocks` chunks, which `num_workers` workers fill and read.
+
+    `below` is the tier under it, if any: stored chunks are written through to it, and lookups bring them back.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        num_blocks: int,
+        num_workers: int,
+        below: Below | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.stats = OffloadStats()
+        self.cpu = CpuTier(num_blocks, make_policy(config.policy, num_blocks))
+        self._below = below
+        self._clock = clock
+        self._traffic = None if below is None else TierTraffic(self.cpu, below, config, self.stats)
+        self._log = TransferLog(num_workers)
+        self._requests: dict[str, RequestState] = {}
+        self._events: list[TransferEvent] = []
+        self._num_storing = 0
+        """Chunks of open stores. Only `prepare_store` and `_end` change it."""
+
+    # Loading
+
+    def lookup(self, request: str, keys: Sequence[bytes]) -> Lookup:
+        """How much of the chain `keys` can be loaded, from its first chunk on.
+
+        A HIT stays true until the request loads, asks again or is finished. PENDING and RETRY come for
+        `lookup_deadline_s` after the request's first lookup at most. Raises `InvariantError` while a load is open.
+        """
+        state = self._requests.setdefault(request, RequestState())
+        if state.load is not None:
+            raise InvariantError(f"request {request} looks up while transfer {state.load.transfer_id} loads for it")
+        if state.gave_up:
+            state.claim(self.cpu, ())
+            return Lookup(LookupStatus.MISS, 0)
+        if self._traffic is not None:
+            self._traffic.collect()
+        now_s = self._clock()
+        if state.patience_s is None:
+            state.patience_s = now_s + self.config.lookup_deadline_s
+        ready = self.cpu.num_ready(keys)
+        is_late = now_s >= state.patience_s
+        status = self._wait_for(state, keys, ready, now_s) if ready < len(keys) and not is_late else None
+        self.stats.late_lookups += state.is_waiting and is_late
+        state.is_waiting = status is not None
+        if status is not None:
+            state.claim(self.cpu, self.cpu.present(keys))
+            return Lookup(status, ready)
+        state.claim(self.cpu, islice(self.cpu.present(keys), ready))
+        return Lookup(LookupStatus.HIT if ready else LookupStatus.MISS, ready)
+
+    def prepare_load(self, request: str, num_chunks: int) -> RegionTransfer | None:
+        """Begin to load the first `num_chunks` that the last lookup gave, and give back the rest of them.
+
+        None when a chunk was withdrawn since: look up again. Raises `InvariantError` for more than the lookup gave.
+        """
+        state = self._requests.get(request)
+        if state is None or state.load is not None or not 0 < num_chunks <= len(state.claims):
+            raise InvariantError(f"request {request} loads {num_chunks} chunks that no lookup has promised")
+        entries = tuple(islice(state.claims.values(), num_chunks))
+        states = {entry.state for entry in entries}
+        if EntryState.COMING in states:
+            raise InvariantError(f"request {request} loads chunks that are still coming")
+        if EntryState.WITHDRAWN in states:
+            state.claim(self.cpu, ())
+            return None
+        for entry in entries:
+            self.cpu.pin(entry)
+        state.claim(self.cpu, ())
+        # From the last to the first: of one prefix the end goes before the beginning.
+        for entry in reversed(entries):
+            self.cpu.policy.use(entry.key)
+        state.chain.update((entry.key, None) for entry in entries)
+        self.stats.loads += num_chunks
+        transfer = self._begin(TransferKind.LOAD, request, state, entries)
+        state.load = transfer
+        return _to_workers(transfer, range(num_chunks))
+
+    # Storing
+
+    def prepare_store(self, request: str, keys: Sequence[bytes]) -> StorePlan:
+        """Begin to store computed chunks, given in the order of the prompt. What finds no place is dropped.
+
+        The request's own earlier chunks are never evicted for later ones, unless the tier below has them: of a prompt
+        larger than the tier, the beginning stays.
+        """
+        state = self._requests.setdefault(request, RequestState())
+        if self._traffic is not None:
+            self._traffic.collect()
+        due_s = self._clock() + self.config.transfer_deadline_s
+        entries: list[Entry] = []
+        positions: list[int] = []
+        accepted = 0
+        for position, key in enumerate(keys):
+            if self.cpu.get(key) is None:
+                if self._num_storing + len(entries) >= self.config.max_stores:
+                    break
+                entry = self._reserve(state, key, due_s)
+                if entry is None:
+                    break
+                entries.append(entry)
+                positions.append(position)
+            state.chain[key] = None
+            accepted = position + 1
+        self.stats.dropped_stores += len(keys) - accepted
+        if not entries:
+            return StorePlan(accepted, None)
+        self._num_storing += len(entries)
+        self.stats.stores += len(entries)
+        transfer = self._begin(TransferKind.STORE, request, state, tuple(entries))
+        return StorePlan(accepted, _to_workers(transfer, positions))
+
+    # The rest of a request's life
+
+    def report(self, report: OffloadReport) -> None:
+        """Take what one worker saw. Raises `ProtocolError` naming the transfer for a report that cannot be true."""
+        for transfer, outcome in self._log.acknowledge(report):
+            if outcome is not TransferOutcome.ENQUEUED:
+                self._end(transfer, outcome is TransferOutcome.DONE)
+            self._tell(transfer, outcome)
+
+    def take_events(self) -> tuple[TransferEvent, ...]:
+        """What has happened to transfers since the last call. Call it every step: it is what notices overdue ones."""
+        if self._traffic is not None:
+            self._traffic.collect()
+        for transfer in self._log.overdue(self._clock()):
+            # The blocks stay theirs until every worker is done with them; nobody finds the chunks any more.
+            self.stats.overdue_transfers += 1
+            for entry in transfer.entries:
+                self.cpu.drop(entry)
+            self._give_up_load(transfer)
+            self._tell(transfer, TransferOutcome.OVERDUE)
+        events = tuple(self._events)
+        self._events.clear()
+        return events
+
+    def finish(self, request: str) -> None:
+        """Forget a request that ended or was preempted. Its open transfers go on; unknown requests are none."""
+        state = self._requests.pop(request, None)
+        if state is None:
+            return
+        if state.probe is not None:
+            state.probe.cancel()
+        state.claim(self.cpu, ())
+        self.cpu.policy.refresh(reversed(state.chain))
+        for transfer in state.transfers:
+            transfer.request = None
+
+    def reset(self) -> None:
+        """Make every lookup of the CPU tier a miss from now on, as after a change of weights."""
+        for entry in list(self.cpu.entries()):
+            self.cpu.drop(entry)
+
+    def close(self, deadline_s: float) -> int:
+        """Wait for what goes to or comes from the tier below, then close it, all within `deadline_s`.
+
+        Returns how many transfers and tier accesses are not over even then; their blocks may still be written.
+        """
+        if self._traffic is None or self._below is None:
+            return len(self._log)
+        started_s = time.monotonic()
+        unfinished = self._traffic.drain(deadline_s)
+        self._below.tier.close(max(0.0, deadline_s - (time.monotonic() - started_s)))
+        return unfinished + len(self._log)
+
+    # How it is done
+
+    def _wait_for(self, state: RequestState, keys: Sequence[bytes], ready: int, now_s: float) -> LookupStatus | None:
+        """What more than the ready chunks is worth waiting for; None when nothing is."""
+        if self._traffic is not None and state.probed is None:
+            state.probed = tuple(key for key in keys[ready:] if self.cpu.get(key) is None)
+            state.probe = self._traffic.probe(state.probed) if state.probed else None
+        if self._traffic is not None and state.probe is not None and state.probed is not None:
+            if not state.probe.done():
+                return LookupStatus.RETRY
+            found = state.probed[: self._traffic.found(state.probe)]
+            state.probe = None
+            self._promote(keys, frozenset(found), now_s)
+        first = self.cpu.get(keys[ready])
+        return LookupStatus.PENDING if first is not None and now_s < first.due_s else None
+
+    def _promote(self, keys: Sequence[bytes], found: frozenset[bytes], now_s: float) -> None:
+        """Bring the chunks that the tier below has into the CPU tier, as many as fit."""
+        if self._traffic is None:
+            return
+        chain, passed = set(keys), set[bytes]()
+        due_s = now_s + self.config.lookup_deadline_s
+        for key in keys:
+            passed.add(key)
+            if self.cpu.get(key) is not None:
+                continue
+            if key not in found or not self._traffic.can_load():
+                return
+            entry = self.cpu.reserve(key, due_s, lambda entry: entry.key not in chain)
+            if entry is None:
+                # What comes later in the prompt is of no use before this.
+                entry = self.cpu.reserve(key, due_s, lambda entry: entry.key not in passed)
+            # A tier that refuses at once costs no more than one chunk its place.
+            if entry is None or not self._traffic.load(entry):
+                return
+
+    def _reserve(self, state: RequestState, key: bytes, due_s: float) -> Entry | None:
+        entry = self.cpu.reserve(key, due_s, lambda entry: entry.key not in state.chain)
+        if entry is None and self._traffic is not None:
+            for own in islice(reversed(state.chain), OWN_TAIL):
+                tail = self.cpu.get(own)
+                if tail is not None and tail.state is EntryState.READY and tail.is_below and not tail.references:
+                    self.cpu.evict(tail)
+                    return self.cpu.reserve(key, due_s, lambda entry: False)
+        return entry
+
+    def _begin(self, kind: TransferKind, request: str, state: RequestState, entries: tuple[Entry, ...]) -> OpenTransfer:
+        due_s = self._clock() + self.config.transfer_deadline_s
+        transfer = self._log.begin(kind, request, entries, due_s)
+        state.transfers.add(transfer)
+        return transfer
+
+    def _end(self, transfer: OpenTransfer, succeeded: bool) -> None:
+        """Every worker has said its last word on a transfer."""
+        is_store = transfer.kind is TransferKind.STORE
+        if not succeeded:
+            self._give_up_load(transfer)
+            for entry in transfer.entries:
+                self.cpu.drop(entry)
+        # From the last to the first, so that the first is the youngest.
+        for entry in reversed(transfer.entries):
+            if is_store:
+                self.cpu.commit(entry)
+            else:
+                self.cpu.unpin(entry)
+        if is_store:
+            self._num_storing -= len(transfer.entries)
+            self.stats.failed_stores += 0 if succeeded else len(transfer.entries)
+        else:
+            self.stats.failed_loads += 0 if succeeded else len(transfer.entries)
+        if succeeded:
+            self._write_through(transfer)
+        state = self._requests.get(transfer.request) if transfer.request is not None else None
+        if state is not None:
+            state.transfers.discard(transfer)
+            state.load = None if state.load is transfer else state.load
+
+    def _write_through(self, transfer: OpenTransfer) -> None:
+        """Keep its chunks below too. After a load as well, so that what was once dropped there gets there with use."""
+        if self._traffic is not None:
+            for entry in transfer.entries:
+                if entry.state is EntryState.READY:
+                    self._traffic.write(entry)
+
+    def _give_up_load(self, transfer: OpenTransfer) -> None:
+        """The request of a load that failed or is overdue computes from now on."""
+        if transfer.kind is not TransferKind.LOAD:
+            return
+        state = self._requests.get(transfer.request) if transfer.request is not None else None
+        if state is not None and state.load is transfer:
+            state.gave_up = True
+            state.load = None
+
+    def _tell(self, transfer: OpenTransfer, outcome: TransferOutcome) -> None:
+        self._events.append(TransferEvent(transfer.transfer_id, transfer.kind, transfer.request, outcome))
+
+    def assert_invariants(self) -> None:
+        """Raises `InvariantError` unless every reference has a holder and every block an owner."""
+        self.cpu.assert_invariants()
+        held: Counter[Entry] = Counter()
+        for state in self._requests.values():
+            held.update(state.claims.values())
+        for transfer in self._log:
+            held.update(transfer.entries)
+        if self._traffic is not None:
+            held.update(self._traffic.held())
+        for entry in self.cpu.entries():
+            if entry.references != held.pop(entry, 0):
+                raise InvariantError(
+                    f"chunk {entry.key.hex()} has {entry.references} references that holders do not explain"
+                )
+        if held:
+            raise InvariantError(f"{len(held)} chunks are held that have no block")
+        storing = sum(len(transfer.entries) for transfer in self._log if transfer.kind is TransferKind.STORE)
+        if storing != self._num_storing:
+            raise InvariantError(f"{storing} chunks are being stored, {self._num_storing} were counted")
+
+
+def _to_workers(transfer: OpenTransfer, positions: Sequence[int]) -> RegionTransfer:
+    chunks = (ChunkCopy(position, entry.block) for position, entry in zip(positions, transfer.entries, strict=True))
+    return RegionTransfer(transfer.transfer_id, transfer.kind, tuple(chunks))

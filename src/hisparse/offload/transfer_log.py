@@ -1,0 +1,110 @@
+"""Copies between devices and region that are under way, and the rule by which many workers' reports become one fact.
+
+Each worker says `enqueued` and then `completed`, or `failed` at any time before `completed`; each once. A transfer is
+over when every worker has said its last word, and not before: until then some worker may still write its share.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hisparse.errors import ProtocolError
+from hisparse.offload.cpu_tier import Entry
+from hisparse.offload.messages import OffloadReport, TransferKind, TransferOutcome
+from hisparse.protocol import TransferId
+
+
+@dataclass(slots=True, eq=False)
+class OpenTransfer:
+    """A transfer on its way. It holds one reference to each of its entries.
+
+    `request` becomes None when the request is finished. `is_overdue` once the manager has given it up.
+    The sets hold the workers that reported.
+    """
+
+    transfer_id: TransferId
+    kind: TransferKind
+    request: str | None
+    entries: tuple[Entry, ...]
+    due_s: float
+    is_overdue: bool = False
+    enqueued_by: set[int] = field(default_factory=set)
+    over_for: set[int] = field(default_factory=set)
+    failed_by: set[int] = field(default_factory=set)
+
+
+class TransferLog:
+    """All open transfers of `num_workers` workers."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self._open: dict[TransferId, OpenTransfer] = {}
+        self._last_id = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[OpenTransfer]:
+        return iter(self._open.values())
+
+    def begin(self, kind: TransferKind, request: str, entries: tuple[Entry, ...], due_s: float) -> OpenTransfer:
+        """Open a transfer under an id that was never used before."""
+        self._last_id += 1
+        transfer = OpenTransfer(TransferId(self._last_id), kind, request, entries, due_s)
+        self._open[transfer.transfer_id] = transfer
+        return transfer
+
+    def acknowledge(self, report: OffloadReport) -> list[tuple[OpenTransfer, TransferOutcome]]:
+        """Take one worker's report; returns what has now happened over all workers, in the order of the report.
+
+        Raises `ProtocolError` naming the transfer when a report is unknown, repeated or out of order; then nothing
+        of the report counts.
+        """
+        self._check(report)
+        happened: list[tuple[OpenTransfer, TransferOutcome]] = []
+        for transfer_id in report.enqueued:
+            transfer = self._open[transfer_id]
+            transfer.enqueued_by.add(report.worker)
+            if len(transfer.enqueued_by) == self.num_workers:
+                happened.append((transfer, TransferOutcome.ENQUEUED))
+        for transfer_id in report.completed + report.failed:
+            transfer = self._open[transfer_id]
+            transfer.over_for.add(report.worker)
+            if transfer_id in report.failed:
+                transfer.failed_by.add(report.worker)
+            if len(transfer.over_for) == self.num_workers:
+                del self._open[transfer_id]
+                happened.append((transfer, TransferOutcome.FAILED if transfer.failed_by else TransferOutcome.DONE))
+        return happened
+
+    def overdue(self, now_s: float) -> list[OpenTransfer]:
+        """Transfers that have just missed their time. Each is returned once."""
+        late = [transfer for transfer in self if transfer.due_s <= now_s and not transfer.is_overdue]
+        for transfer in late:
+            transfer.is_overdue = True
+        return late
+
+    def _check(self, report: OffloadReport) -> None:
+        worker = report.worker
+        if not 0 <= worker < self.num_workers:
+            raise ProtocolError(f"a report came from worker {worker}; there are {self.num_workers}")
+        enqueued = set(report.enqueued)
+        for what in ("enqueued", "completed", "failed"):
+            ids: tuple[TransferId, ...] = getattr(report, what)
+            for position, transfer_id in enumerate(ids):
+                transfer = self._get(transfer_id, worker, what)
+                said = f"worker {worker} reported transfer {transfer_id} {what}"
+                if transfer_id in ids[:position] or (what == "enqueued" and worker in transfer.enqueued_by):
+                    raise ProtocolError(f"{said} twice")
+                if worker in transfer.over_for:
+                    raise ProtocolError(f"{said} after it had reported the end of it")
+                if what == "completed" and transfer_id not in enqueued and worker not in transfer.enqueued_by:
+                    raise ProtocolError(f"{said} before enqueued")
+                if what == "failed" and transfer_id in report.completed:
+                    raise ProtocolError(f"{said} and completed at once")
+
+    def _get(self, transfer_id: TransferId, worker: int, what: str) -> OpenTransfer:
+        transfer = self._open.get(transfer_id)
+        if transfer is None:
+            past = "is over already" if 0 < transfer_id <= self._last_id else "was never begun"
+            raise ProtocolError(f"worker {worker} reported transfer {transfer_id} {what}, which {past}")
+        return transfer
