@@ -1,6 +1,7 @@
 """The benchmarks run at tiny sizes on the CPU, and their numbers mean what they say."""
 
 import importlib
+import itertools
 import json
 import shutil
 import subprocess
@@ -188,3 +189,21 @@ def test_selections_are_as_local_as_those_of_trained_models(load: Any) -> None:
     assert found == pytest.approx([0.30, 0.134, 0.067], abs=0.03)
     shuffled = scores[torch.randperm(len(scores))]
     assert lru_miss_rate(shuffled, topk, 2 * topk) > 0.18
+
+
+def test_both_orders_of_a_pool_hold_the_same_rows_and_only_one_keeps_a_layer_together(load: Any) -> None:
+    pool = load("host_pool")
+    host, num_layers, row_bytes = torch.empty(1 << 22, dtype=torch.uint8), 3, 656
+    spans = {}
+    for order in ("blocks", "layers"):
+        starts = []
+        for rows in pool.layers_of(host, order, row_bytes, num_layers):
+            first = rows.storage.data_ptr() - host.data_ptr()
+            starts.append([first + rows.layout.row_offset(row) for row in range(rows.layout.num_rows)])
+        every = sorted(start for layer in starts for start in layer)
+        assert all(after - before >= 768 for before, after in itertools.pairwise(every)), "rows overlap"
+        assert every[0] >= 0
+        assert every[-1] + row_bytes <= host.numel()
+        spans[order] = (len(every), max(layer[-1] - layer[0] for layer in starts))
+    assert spans["blocks"][0] == spans["layers"][0]
+    assert spans["layers"][1] * 2 < spans["blocks"][1]
