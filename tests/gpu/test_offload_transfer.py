@@ -17,7 +17,7 @@ from hisparse.offload.row_layout import RowLayout
 from hisparse.offload.sharding import Topology
 from hisparse.offload.transfer import LayerPages, PageBatch, RegionTransfers
 from tests.gpu.marks import NEEDS_GPU
-from tests.offload.logical_kv import AXES, BLOCK_GAP_BYTES, PageForm
+from tests.offload.logical_kv import BLOCK_GAP_BYTES, FORMS, PageForm
 
 pytestmark = NEEDS_GPU
 
@@ -69,7 +69,7 @@ def methods(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("methods", [None, *CopyMethod], ids=str, indirect=True)
 @pytest.mark.parametrize("head_bytes", [7, 36, 256])
-@pytest.mark.parametrize("form", AXES)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.usefixtures("methods")
 def test_what_two_ranks_store_four_load(device: torch.device, form: str, head_bytes: int) -> None:
     pages = PageForm(form, 4, head_bytes, 16)

@@ -16,7 +16,7 @@ from hisparse.errors import HiSparseError
 from hisparse.offload.region import Membership, SharedRegion
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["numpy", "tests.offload.members", "tests.offload.ranks"])
+PROCESSES.set_forkserver_preload(["numpy", "tests.offload.members", "tests.offload.ranks", "tests.offload.chain"])
 
 ROW_BYTES = 4096
 NUM_BLOCKS = 8

@@ -16,7 +16,7 @@ from hisparse.offload.copy_choice import KERNEL_THREADS
 from hisparse.offload.copy_kernel import kernel_arguments, pages_per_launch, run_alignment, split_runs
 from hisparse.offload.layout import Run
 from hisparse.offload.sharding import Topology
-from tests.offload.logical_kv import AXES, PageForm
+from tests.offload.logical_kv import FORMS, PageForm
 
 COPY = Specialization("copy_pages", KERNEL_THREADS)
 
@@ -37,7 +37,7 @@ def launch(args: CopyArgs, sources: list[np.ndarray], destinations: list[np.ndar
 
 
 @pytest.mark.parametrize("alignment", [1, 4, 4096])
-@pytest.mark.parametrize("form", AXES)
+@pytest.mark.parametrize("form", FORMS)
 def test_launches_copy_all_of_a_page_in_both_directions(form: str, alignment: int) -> None:
     pages = PageForm(form, 4, 24, 4)
     logical = pages.logical(1) | 1  # no byte is zero

@@ -14,7 +14,7 @@ from hisparse.offload.region import SharedRegion
 from hisparse.offload.row_layout import RowLayout
 from hisparse.offload.sharding import Topology
 from hisparse.offload.transfer import LayerPages, PageBatch, RegionTransfers
-from tests.offload.logical_kv import AXES, PageForm
+from tests.offload.logical_kv import FORMS, PageForm
 from tests.offload.members import shared_folder
 from tests.offload.ranks import NUM_BLOCKS, NUM_LAYERS, Rank
 
@@ -48,7 +48,7 @@ def some_pages(seed: int, blocks_per_chunk: int) -> tuple[PageBatch, np.ndarray]
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 4])
 @pytest.mark.parametrize("num_heads", [1, 2, 4, 8])
-@pytest.mark.parametrize("form", AXES)
+@pytest.mark.parametrize("form", FORMS)
 def test_what_any_tp_stores_any_other_loads(
     region: SharedRegion, form: str, num_heads: int, blocks_per_chunk: int
 ) -> None:
@@ -78,7 +78,7 @@ SHARED_TOKENS = [Topology(2, pcp=2), Topology(4, dcp=2), Topology(4, dcp=2, pcp=
 
 
 @pytest.mark.parametrize("topology", SHARED_TOKENS, ids=str)
-@pytest.mark.parametrize("form", AXES)
+@pytest.mark.parametrize("form", FORMS)
 def test_ranks_that_share_tokens_store_and_load_their_turns(
     region: SharedRegion, form: str, topology: Topology
 ) -> None:
