@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import pytest
 
-from hisparse.cli.main import main
+from hisparse.cli.main import main, run
 
 OPTIONS = (
     *("--prompt", "--prompt-file", "--max-tokens", "--device", "--device-kv", "--host-pool", "--hot-rows"),
@@ -66,3 +66,15 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     os.close(writer)
     assert done.stderr == ""
     assert done.returncode == 1
+
+
+def test_threads_that_wait_sleep_unless_the_user_wants_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hisparse.cli.main.main", lambda: 0)
+    for chosen, expected in ((None, "passive"), ("active", "active")):
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if chosen is not None:
+            monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
+        with pytest.raises(SystemExit) as ended:
+            run()
+        assert ended.value.code == 0
+        assert os.environ["OMP_WAIT_POLICY"] == expected

@@ -141,6 +141,25 @@ def test_a_prefill_goes_on_where_the_staging_blocks_were_full(layer: Layer) -> N
     assert sum(layer.handle.passes) == 50
 
 
+def test_a_pass_is_planned_over_twice_the_rows_that_the_last_one_served(
+    layer: Layer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    stage = layer.handle.stage
+
+    def record(positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        given.append(positions.shape[0])
+        rows: torch.Tensor = stage(positions, slots)
+        return rows
+
+    monkeypatch.setattr(layer.handle, "stage", record)
+    layer.run(staging_rows=100)
+    assert given == [50] + [6] * 14 + [5, 2]
+    given.clear()
+    layer.run(staging_rows=50 * TOPK)
+    assert given == [50]
+
+
 def test_bits_depend_neither_on_the_size_of_passes_nor_on_where_rows_lie(
     layer: Layer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run() -> NoReturn:
     """The console script: `main`, and one line instead of a traceback when the output has nowhere to go."""
+    # Before torch is loaded: threads that wait for each other sleep. Where other programs want the same cores, one that
+    # spins costs the one it waits for a whole time slice.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         code = main()
         sys.stdout.flush()

@@ -182,11 +182,15 @@ class LayerAttention:
     def _attend_prefill(
         self, query: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> Iterator[torch.Tensor]:
-        """Pass by pass: each takes as many rows as the staging blocks serve together."""
-        size = self._attend_rows.pass_size(query, positions)
+        """Pass by pass: each takes as many rows as the staging blocks serve together.
+
+        To plan a pass costs as much as it is given rows, so it is given twice what the last one served.
+        """
+        size = most = self._attend_rows.pass_size(query, positions)
         start = 0
         while start < query.shape[0]:
             window = slice(start, start + size)
             rows = self._cache.stage(positions[window], slots[window])
             yield self._attend_rows(query[start : start + rows.shape[0]], rows)
             start += rows.shape[0]
+            size = min(most, 2 * rows.shape[0])
