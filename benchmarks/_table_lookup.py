@@ -40,11 +40,6 @@ class TableLookup:
         return rows.where(inside & (blocks > 0), -1)
 
     def replay_plan(
-        self, plan: MissPlan, source: PagedRows, destination: PagedRows, counters: ResolverCounters
-    ) -> None:
-        """Nothing was missed."""
-
-    def replay_plan_layers(
         self,
         plan: MissPlan,
         sources: Sequence[PagedRows],

@@ -71,7 +71,7 @@ def measure(host: torch.Tensor, order: str, row_bytes: int, args: argparse.Names
         resolver.gather_rows(plan.host_row[0], plan.slab_row[0], layers[index % args.layers], destination)
 
     def replay(index: int) -> None:
-        resolver.replay_plan(plans[index], layers[index % args.layers], destination, counters)
+        resolver.replay_plan(plans[index], [layers[index % args.layers]], [destination], counters)
 
     def rate(launch: Callable[[int], None]) -> float:
         launch(0)

@@ -188,11 +188,11 @@ def test_a_graph_replays_on_inputs_that_changed(resolver: CudaResolver) -> None:
     positions = drifting(row_slot, 4096, 256, 0).positions.clone()
     selection = Selection(positions, row_slot)
     served.resolve(resolver, selection)
-    resolver.replay_plan(served.plan, served.source, served.destination, served.counters)
+    resolver.replay_plan(served.plan, [served.source], [served.destination], served.counters)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         rows = served.resolve(resolver, selection)
-        resolver.replay_plan(served.plan, served.source, served.destination, served.counters)
+        resolver.replay_plan(served.plan, [served.source], [served.destination], served.counters)
     for step in range(1, 20):
         positions.copy_(drifting(row_slot, 4096, 256, step).positions)
         twin, totals = served.twin(), served.counters.totals.clone()
@@ -250,7 +250,7 @@ def test_no_call_waits_for_the_device(resolver: CudaResolver) -> None:
 
     def step() -> None:
         served.resolve(resolver, selection)
-        resolver.replay_plan(served.plan, served.source, served.destination, served.counters)
+        resolver.replay_plan(served.plan, [served.source], [served.destination], served.counters)
         resolver.gather_rows(served.plan.host_row[0], served.plan.slab_row[0], served.source, served.destination)
         resolver.reset_slots(served.state, slots)
 
@@ -267,7 +267,7 @@ def test_one_replay_serves_all_followers(resolver: CudaResolver, num_layers: int
     outcome = check_resolve(resolver, case, case.select([(slot, range(8)) for slot in range(4)]))
     followers = range(1, num_layers)
     totals = case.counters.totals.clone()
-    resolver.replay_plan_layers(
+    resolver.replay_plan(
         case.plan,
         [case.source(layer) for layer in followers],
         [case.destination(layer) for layer in followers],

@@ -16,7 +16,7 @@ from hisparse.kernels.contract import EMPTY, HotState, MissPlan, Resolver, Selec
 from hisparse.kernels.reference import ReferenceResolver
 from hisparse.kernels.row_copy import copy_rows
 from hisparse.testing.resolver_cases import Case, CaseShape
-from hisparse.testing.resolver_checker import ContractViolation, check_replay_layers, check_resolve
+from hisparse.testing.resolver_checker import ContractViolation, check_replay, check_resolve
 from hisparse.testing.resolver_contract import on_host
 from hisparse.testing.resolver_oracle import NaiveResolver
 from hisparse.testing.resolver_random import random_shape, random_steps
@@ -46,8 +46,8 @@ def one_step(resolver: Resolver, case: Case, selection: Selection, ended: list[i
     )
     layers = range(case.shape.num_layers)
     sources, destinations = [case.source(layer) for layer in layers], [case.destination(layer) for layer in layers]
-    resolver.replay_plan_layers(case.plan, sources, destinations, case.counters)
-    resolver.replay_plan(case.plan, sources[-1], destinations[-1], case.counters)
+    resolver.replay_plan(case.plan, sources, destinations, case.counters)
+    resolver.replay_plan(case.plan, sources[-1:], destinations[-1:], case.counters)
     return rows
 
 
@@ -284,26 +284,26 @@ def test_a_broken_resolver_is_caught(break_it: Break, complaint: str, monkeypatc
 
 
 class DropsTheLastFollower(ReferenceResolver):
-    def replay_plan_layers(self, plan: MissPlan, sources: Any, destinations: Any, counters: Any) -> None:
-        super().replay_plan_layers(plan, sources[:-1], destinations[:-1], counters)
+    def replay_plan(self, plan: MissPlan, sources: Any, destinations: Any, counters: Any) -> None:
+        super().replay_plan(plan, sources[:-1], destinations[:-1], counters)
 
 
 class MixesUpFollowers(ReferenceResolver):
-    def replay_plan_layers(self, plan: MissPlan, sources: Any, destinations: Any, counters: Any) -> None:
-        super().replay_plan_layers(plan, sources[::-1], destinations, counters)
+    def replay_plan(self, plan: MissPlan, sources: Any, destinations: Any, counters: Any) -> None:
+        super().replay_plan(plan, sources[::-1], destinations, counters)
 
 
 class CountsOneFollower(ReferenceResolver):
-    def replay_plan_layers(self, plan: MissPlan, sources: Any, destinations: Any, counters: Any) -> None:
+    def replay_plan(self, plan: MissPlan, sources: Any, destinations: Any, counters: Any) -> None:
         totals = counters.totals.clone()
-        super().replay_plan_layers(plan, sources, destinations, counters)
+        super().replay_plan(plan, sources, destinations, counters)
         counters.totals.copy_(totals)
         counters.totals[3] += len(plan.copies()[0]) * sources[0].layout.row_bytes
 
 
 class ReplaysIntoTheLeader(ReferenceResolver):
-    def replay_plan_layers(self, plan: MissPlan, sources: Any, destinations: Any, counters: Any) -> None:
-        super().replay_plan_layers(plan, sources, destinations, counters)
+    def replay_plan(self, plan: MissPlan, sources: Any, destinations: Any, counters: Any) -> None:
+        super().replay_plan(plan, sources, destinations, counters)
         layout = dataclasses.replace(destinations[0].layout, offset=0)
         copy_rows(*plan.copies(), sources[0], dataclasses.replace(destinations[0], layout=layout))
 
@@ -324,7 +324,7 @@ def test_followers_that_are_not_served_together_as_the_contract_says_are_caught(
     case = on_host(Case(CaseShape(num_layers=4, leader=0), 1))
     outcome = check_resolve(resolver, case, case.select([(slot, range(8)) for slot in range(4)]))
     if complaint is None:
-        check_replay_layers(resolver, case, outcome, [1, 2, 3])
+        check_replay(resolver, case, outcome, 1, 2, 3)
         return
     with pytest.raises(ContractViolation, match=complaint):
-        check_replay_layers(resolver, case, outcome, [1, 2, 3])
+        check_replay(resolver, case, outcome, 1, 2, 3)

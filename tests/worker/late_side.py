@@ -43,7 +43,7 @@ class CountingResolver(ReferenceResolver):
     def __init__(self) -> None:
         self.served: list[int] = []
 
-    def replay_plan_layers(
+    def replay_plan(
         self,
         plan: MissPlan,
         sources: Sequence[PagedRows],
@@ -51,7 +51,7 @@ class CountingResolver(ReferenceResolver):
         counters: ResolverCounters,
     ) -> None:
         self.served.append(len(sources))
-        super().replay_plan_layers(plan, sources, destinations, counters)
+        super().replay_plan(plan, sources, destinations, counters)
 
 
 class LateBackend(CpuBackend):

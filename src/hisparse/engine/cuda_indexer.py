@@ -1,11 +1,10 @@
 """The indexer on a GPU: one kernel scores all rows of a step against paged keys, whatever their requests' lengths."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from hisparse.engine.indexer import project, rope_of, select_topk
+from hisparse.engine.indexer import StockIndexer, select_topk
 from hisparse.kernels.triton_ops.index_scores import IndexRows, paged_index_scores
 from hisparse.worker import IndexerStore
 
@@ -21,15 +20,8 @@ class PagedQueries:
     seen: IndexRows
 
 
-class PagedIndexer:
-    """One leader's indexer: the stock module's weights, keys where the worker keeps them. Only launches."""
-
-    def __init__(self, module: Any, leader_index: int, store: IndexerStore) -> None:
-        """`module` is the stock `Indexer`; `leader_index` its place among the leaders, in layer order."""
-        self._module = module
-        self._leader_index = leader_index
-        self._store = store
-        self._rope = rope_of(module)
+class PagedIndexer(StockIndexer[IndexerStore]):
+    """One leader's indexer on a GPU: all rows at once, keys read where the worker keeps them. Only launches."""
 
     def select(
         self,
@@ -40,8 +32,7 @@ class PagedIndexer:
     ) -> torch.Tensor:
         """Store the step's keys and select: int32 `[T, index_topk]`, ascending positions, -1 for none."""
         module = self._module
-        asked = project(module, self._rope, hidden_states, q_resid, position_embeddings)
-        self._store.write(self._leader_index, rows.write_rows, asked.keys)
+        asked = self._ask(hidden_states, q_resid, position_embeddings, rows.write_rows)
         keys, seen = self._store.view(self._leader_index), rows.seen
         # Queries are the model's own numbers, widened: back in its dtype they are the same.
         queries = asked.queries.to(asked.keys.dtype)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -68,15 +68,34 @@ class IndexQueries:
     keys: torch.Tensor
 
 
-class LeaderIndexer:
-    """One leader's indexer: the stock module's weights, our keys."""
+Store = TypeVar("Store", bound=KeyStore)
 
-    def __init__(self, module: Any, leader_index: int, store: KeyStore) -> None:
+
+class StockIndexer(Generic[Store]):
+    """What indexers share: the stock module's weights, and keys in the worker's store."""
+
+    def __init__(self, module: Any, leader_index: int, store: Store) -> None:
         """`module` is the stock `Indexer`; `leader_index` its place among the leaders, in layer order."""
         self._module = module
         self._leader_index = leader_index
         self._store = store
         self._rope = rope_of(module)
+
+    def _ask(
+        self,
+        hidden_states: torch.Tensor,
+        q_resid: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        write_rows: torch.Tensor,
+    ) -> IndexQueries:
+        """What the tokens ask for; what they offer is in the store, at `write_rows`."""
+        asked = project(self._module, self._rope, hidden_states, q_resid, position_embeddings)
+        self._store.write(self._leader_index, write_rows, asked.keys)
+        return asked
+
+
+class LeaderIndexer(StockIndexer[KeyStore]):
+    """One leader's indexer in plain torch: request by request."""
 
     def select(
         self,
@@ -93,8 +112,7 @@ class LeaderIndexer:
         positions, padded with -1.
         """
         module = self._module
-        asked = project(module, self._rope, hidden_states, q_resid, position_embeddings)
-        self._store.write(self._leader_index, write_rows, asked.keys)
+        asked = self._ask(hidden_states, q_resid, position_embeddings, write_rows)
         topk = int(module.index_topk)
         selected = torch.full((asked.keys.shape[0], topk), -1, dtype=torch.int32, device=hidden_states.device)
         for request in requests:

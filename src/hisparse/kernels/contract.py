@@ -195,19 +195,13 @@ class Resolver(Protocol):
         ...
 
     def replay_plan(
-        self, plan: MissPlan, source: PagedRows, destination: PagedRows, counters: ResolverCounters
-    ) -> None:
-        """Make the leader's copies for a follower's rows. Counts bytes only."""
-        ...
-
-    def replay_plan_layers(
         self,
         plan: MissPlan,
         sources: Sequence[PagedRows],
         destinations: Sequence[PagedRows],
         counters: ResolverCounters,
     ) -> None:
-        """Make the leader's copies for several followers. Counts the bytes of each.
+        """Make the leader's copies for its followers. Counts the bytes of each, and nothing else.
 
         `sources[i]` and `destinations[i]` are one follower's rows; all of them share one host and one slab allocation.
         It reads the plan and host rows and writes the slab rows that the plan names, the counters and nothing else, so

@@ -146,19 +146,13 @@ class ReferenceResolver:
         return rows.int()
 
     def replay_plan(
-        self, plan: MissPlan, source: PagedRows, destination: PagedRows, counters: ResolverCounters
-    ) -> None:
-        """Make the leader's copies for a follower's rows. Counts bytes only."""
-        self.replay_plan_layers(plan, [source], [destination], counters)
-
-    def replay_plan_layers(
         self,
         plan: MissPlan,
         sources: Sequence[PagedRows],
         destinations: Sequence[PagedRows],
         counters: ResolverCounters,
     ) -> None:
-        """Make the leader's copies for several followers, `sources[i]` to `destinations[i]`. Counts bytes only."""
+        """Make the leader's copies for its followers, `sources[i]` to `destinations[i]`. Counts bytes only."""
         host_row, slab_row = plan.copies()
         for source, destination in zip(sources, destinations, strict=True):
             copy_rows(host_row, slab_row, source, destination)

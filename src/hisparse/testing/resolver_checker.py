@@ -4,7 +4,7 @@ What was demanded is worked out by `resolver_oracle` from the inputs as they wer
 call left behind: outputs, state, plan, counters, and every byte of slab and host memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,37 +87,15 @@ def check_resolve(resolver: Resolver, case: Case, selection: Selection) -> Outco
     return Outcome(ints(rows), loads, counted, demand)
 
 
-def check_replay(resolver: Resolver, case: Case, outcome: Outcome, layer: int) -> None:
-    """Replay the plan of the last `resolve` for another layer and check its bytes and what was counted.
-
-    Raises `ContractViolation`.
-    """
-    _check_replayed(
-        case,
-        outcome,
-        [layer],
-        lambda: resolver.replay_plan(case.plan, case.source(layer), case.destination(layer), case.counters),
-    )
-
-
-def check_replay_layers(resolver: Resolver, case: Case, outcome: Outcome, layers: Sequence[int]) -> None:
-    """The same for several layers, which are replayed together.
+def check_replay(resolver: Resolver, case: Case, outcome: Outcome, *layers: int) -> None:
+    """Replay the plan of the last `resolve` for other layers, together, and check their bytes and what was counted.
 
     Raises `ContractViolation`.
     """
     sources, destinations = [case.source(layer) for layer in layers], [case.destination(layer) for layer in layers]
-    _check_replayed(
-        case,
-        outcome,
-        layers,
-        lambda: resolver.replay_plan_layers(case.plan, sources, destinations, case.counters),
-    )
-
-
-def _check_replayed(case: Case, outcome: Outcome, layers: Sequence[int], replay: Callable[[], None]) -> None:
     memory, totals = _Memory.copy(case), ints(case.counters.totals)
     copies = set().union(*_planned(case).values())
-    replay()
+    resolver.replay_plan(case.plan, sources, destinations, case.counters)
     check_copies(case, memory.slab, memory.host, layers, copies)
     added = ints(case.counters.totals) - totals
     expected = [0] * len(COUNTER_NAMES)

@@ -22,7 +22,7 @@ import torch
 
 from hisparse.kernels.contract import EMPTY, STATUS_OK, STATUS_UNION_OVERFLOW, Resolver, Selection
 from hisparse.testing.resolver_cases import Allocate, Case, CaseShape
-from hisparse.testing.resolver_checker import check_gather, check_replay, check_replay_layers, check_resolve
+from hisparse.testing.resolver_checker import check_gather, check_replay, check_resolve
 from hisparse.testing.resolver_random import random_shape, random_steps
 
 MakeCase = Callable[..., Case]
@@ -266,7 +266,7 @@ class ResolverContract:
         followers = [layer for layer in range(20) if layer != case.shape.leader]
         for first, served in ((0, followers), (6, followers[::-1]), (30, followers[2:5]), (40, [])):
             outcome = check_resolve(resolver, case, case.select([(slot, range(first, first + 8)) for slot in range(4)]))
-            check_replay_layers(resolver, case, outcome, served)
+            check_replay(resolver, case, outcome, *served)
 
     @pytest.mark.parametrize("block_size", [1, 2, 16, 64])
     def test_pages_of_every_size_are_crossed(self, resolver: Resolver, make_case: MakeCase, block_size: int) -> None:

@@ -176,7 +176,7 @@ class NaiveResolver:
                 state.stamp[slot, hot_row] = state.step[slot]
                 where[slot, position] = inputs.physical_row(inputs.hot, slot, hot_row)
         self._record(plan, inputs.row_slot.tolist(), copies)
-        self.replay_plan(plan, source, destination, counters)
+        self.replay_plan(plan, [source], [destination], counters)
         self._count(counters, demand, where, sum(map(len, copies.values())))
         rows = [
             [where.get((slot, position), EMPTY) for position in row]
@@ -185,15 +185,6 @@ class NaiveResolver:
         return torch.tensor(rows, dtype=torch.int32).reshape(selection.positions.shape)
 
     def replay_plan(
-        self, plan: MissPlan, source: PagedRows, destination: PagedRows, counters: ResolverCounters
-    ) -> None:
-        """As the contract says."""
-        for row, count in enumerate(plan.count.tolist()):
-            for index in range(count):
-                _copy_row(int(plan.host_row[row, index]), int(plan.slab_row[row, index]), source, destination)
-                counters.totals[3] += source.layout.row_bytes
-
-    def replay_plan_layers(
         self,
         plan: MissPlan,
         sources: Sequence[PagedRows],
@@ -202,7 +193,10 @@ class NaiveResolver:
     ) -> None:
         """As the contract says."""
         for source, destination in zip(sources, destinations, strict=True):
-            self.replay_plan(plan, source, destination, counters)
+            for row, count in enumerate(plan.count.tolist()):
+                for index in range(count):
+                    _copy_row(int(plan.host_row[row, index]), int(plan.slab_row[row, index]), source, destination)
+                    counters.totals[3] += source.layout.row_bytes
 
     def gather_rows(
         self, host_row: torch.Tensor, slab_row: torch.Tensor, source: PagedRows, destination: PagedRows

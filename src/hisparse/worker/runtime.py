@@ -30,7 +30,7 @@ from hisparse.worker.side import Branch, SideStream
 from hisparse.worker.views import PagedCacheView
 
 ONE_LAUNCH_ROWS = 8
-"""The most rows of a step whose misses all followers of a leader load in one launch. Settled by benchmarks/serve.py."""
+"""The most rows of a step whose misses all followers of a leader load in one launch. Reasoned, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class LeaderRuntime(HiSparseRuntime):
 
     def _replay(self, layers: Sequence[int]) -> None:
         views = [self._followers[layer] for layer in layers]
-        self.context.resolver.replay_plan_layers(
+        self.context.resolver.replay_plan(
             self.plan, [view.host for view in views], [view.slab for view in views], self.context.counters
         )
 

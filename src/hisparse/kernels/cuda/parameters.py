@@ -27,7 +27,7 @@ REPLAY_BLOCKS = 16
 REPLAY_THREADS = 256
 REPLAY_BYTES = 144 << 10
 """Of `move_rows` beside the forward pass. So many bytes under way are a little more than the link's rate times its
-latency. What is beyond queues, and the model's reads with it: with 2 MB, a kernel of 4 µs took 56."""
+latency. What is beyond queues, and the model's reads with it (benchmarks/README.md)."""
 
 MAX_BLOCKS_PER_ROW = 32
 """One block reads host memory at a fifteenth of the link's rate, so a lone request gets this many."""

@@ -63,12 +63,6 @@ class CudaResolver:
         return out
 
     def replay_plan(
-        self, plan: MissPlan, source: PagedRows, destination: PagedRows, counters: ResolverCounters
-    ) -> None:
-        """Make the leader's copies for a follower's rows. Counts bytes only."""
-        self.replay_plan_layers(plan, [source], [destination], counters)
-
-    def replay_plan_layers(
         self,
         plan: MissPlan,
         sources: Sequence[PagedRows],
