@@ -7,8 +7,8 @@ beside it the same by numpy's broadcasting (`broadcast_*`), and a page of the di
 First 1, 16 and 512 fragments a page, then every family and tp. "layers" rows: one plan for all layers of a model.
 
 "copy" rows: the worker's own copies of one rank's pages into canonical pages and back, against the same pages copied
-whole (`direct`), alternating in one process. With `--device cuda`, "fragments" rows too: GB/s by fragment size for both
-copy methods, both ways. Descriptors and bytes are checked.
+whole (`direct`), alternating in one process: medians, and the best of the rounds. With `--device cuda`, "fragments"
+rows too: GB/s by fragment size for both copy methods, both ways. Descriptors and bytes are checked.
 """
 
 import argparse
@@ -180,6 +180,7 @@ class CopyRow:
     gb_per_s: float
     direct_gb_per_s: float
     of_direct: float
+    best_gb_per_s: float
 
 
 class Pages:
@@ -252,6 +253,7 @@ def measure_copy(run: str, form: str, tp: int, mapping: LayerMapping, args: argp
                 gb_per_s=canonical,
                 direct_gb_per_s=direct,
                 of_direct=canonical / direct,
+                best_gb_per_s=max(rates["canonical"]),
             )
         )
     return rows
@@ -293,7 +295,7 @@ def show_plan(row: PlanRow) -> None:
 def show_copy(row: CopyRow) -> None:
     print(
         f"{row.run:<10}{row.form:<12}{row.tp:>3}{row.fragment_bytes:>9}  {row.method:<7}{row.direction:<6}"
-        f"{row.gb_per_s:>8.2f}{row.direct_gb_per_s:>8.2f}{row.of_direct:>10.1%}",
+        f"{row.gb_per_s:>8.2f}{row.direct_gb_per_s:>8.2f}{row.of_direct:>10.1%}{row.best_gb_per_s:>7.2f}",
         flush=True,
     )
 
@@ -309,8 +311,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32, help="layers of a plan of several")
     parser.add_argument("--copy-bytes", type=int, help="of one rank, in each copy (32 MiB, or 256 MiB on a GPU)")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--copies-only", action="store_true", help="leave out the plans, which need no device")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--json", action="store_true", help="write benchmarks/results/canonical.json")
+    parser.add_argument("--json", action="store_true", help="write benchmarks/results/canonical(_cuda).json")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         print("benchmarks/canonical.py --device cuda needs a CUDA device")
@@ -319,10 +322,10 @@ def main() -> int:
     torch.manual_seed(0)
     rows: list[Any] = []
     print("run     form         tp pages  frags       ns  bytes  broadcast     bytes direct/page")
-    for plan_row in plan_rows(args):
+    for plan_row in () if args.copies_only else plan_rows(args):
         show_plan(plan_row)
         rows.append(asdict(plan_row))
-    print("\nrun       form         tp fragment  method way       GB/s  direct of direct")
+    print("\nrun       form         tp fragment  method way       GB/s  direct of direct   best")
     try:
         for copy_row in copy_rows(args):
             show_copy(copy_row)
@@ -331,7 +334,7 @@ def main() -> int:
         print(f"benchmarks/canonical.py: {error}")
         return 2
     if args.json:
-        record("canonical", rows, args)
+        record("canonical" if args.device == "cpu" else "canonical_cuda", rows, args)
     return 0
 
 

@@ -1,6 +1,5 @@
-"""A GPU's pages through a pinned region: bytes equal the oracle's by both methods, and the rates that decide."""
+"""A GPU's pages through a pinned region: bytes equal the oracle's by both methods."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -147,39 +146,5 @@ def test_rows_on_both_sides_of_every_registration_are_copied_whole(device: torch
         node.region.rows[:] = np.arange(1, 21, dtype=np.uint8)[:, None]
         transfers.load(PageBatch.of_chunks(np.arange(20)[:, None], np.arange(20))).wait()
         assert torch.equal(cache.cpu(), torch.arange(1, 21, dtype=torch.uint8)[:, None].expand_as(cache))
-    finally:
-        node.close()
-
-
-FRAGMENTS = [256, 512, 1024, 4096, 8192, 16384, 65536, 1 << 20]
-
-
-@pytest.mark.parametrize("to_region", [True, False], ids=["to host", "to device"])
-@pytest.mark.parametrize("size", FRAGMENTS)
-def test_the_chosen_method_reaches_48_gigabytes_a_second(device: torch.device, size: int, to_region: bool) -> None:
-    """Fragments of every second place of the canonical page, as a rank of tp 2 has them."""
-    page = 1 << 21
-    mapping = LayerMapping(0, page // 2, page, (Run(0, 0, size, page // 2 // size, size, 2 * size),), 1, 0)
-    if page // 2 == size:
-        mapping = replace(mapping, runs=(Run(0, 0, size, 1, 0, 0),))
-    layout = RowLayout.canonical([page])
-    node = Node(device, layout.row_bytes, num_rows=256)
-    try:
-        cache = torch.zeros((257, page // 2), dtype=torch.uint8, device=device)
-        transfers = node.transfers(cache[None], [mapping], layout)
-        batch = PageBatch.of_chunks(np.random.default_rng(0).permutation(256)[:, None] + 1, np.arange(256))
-        copy = transfers.store if to_region else transfers.load
-        copy(batch).wait()
-        rates = []
-        for _ in range(5):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            done = copy(batch)
-            done.wait()
-            end.record()
-            end.synchronize()
-            rates.append(256 * page / 2 / begin.elapsed_time(end) / 1e6)
-        print(f"{size} bytes {'to host' if to_region else 'to device'}: {max(rates):.1f} GB/s")
-        assert max(rates) >= 48
     finally:
         node.close()
