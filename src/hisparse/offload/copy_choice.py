@@ -1,8 +1,9 @@
 """How a GPU should copy fragments between its memory and pinned memory of the host. Decided once, from numbers alone.
 
-Measured on an H200 behind PCIe 5 x16, whose copy engine moves 55 GB/s: a batch of the copy engine reaches 0.9 GB/s at
-fragments of 256 bytes, 1.8 at 512, 16 at 2 KiB, 34 at 4 KiB, 49 at 8 KiB and 55 from 32 KiB on. A kernel of 16 blocks
-moves 50 to the device and 52 to the host at every size, but takes 16 multiprocessors from the model while it runs.
+Measured on an H200 behind PCIe 5 x16, whose copy engine moves 55 GB/s (`benchmarks/results/canonical_cuda.json`): a batch
+of the copy engine is slow with fragments below 4 KiB, and with scattered ones of 16 KiB still (33 GB/s to the device, 46
+to the host); from 32 KiB on it reaches 51 to 54. A kernel of 16 blocks moves 48 to 50 to the device and 50 to 51 to the
+host at every size, but takes 16 multiprocessors from the model while it runs.
 """
 
 from enum import Enum
@@ -11,7 +12,7 @@ from math import gcd
 WORD_BYTES = (16, 8, 4, 2, 1)
 """What a thread of the kernel moves at once."""
 
-_BATCH_FROM_BYTES = {16: 16 << 10, 8: 16 << 10, 4: 8 << 10, 2: 4 << 10, 1: 2 << 10}
+_BATCH_FROM_BYTES = {16: 32 << 10, 8: 32 << 10, 4: 8 << 10, 2: 4 << 10, 1: 2 << 10}
 """By word: the least fragment that a batch copies as fast. A warp with words of 4 bytes and less asks for a line or a
 part of one at a time, so a kernel of them is slower."""
 
