@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,7 @@ def record(name: str, rows: list[dict[str, Any]], args: argparse.Namespace) -> s
     """
     result = {
         "benchmark": name,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", _relative(sys.argv[0]), *sys.argv[1:]]),
-        **_commit(os.environ.get("HISPARSE_COMMIT", "")),
+        **provenance([_relative(sys.argv[0]), *sys.argv[1:]]),
         "device": device(),
         "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "versions": {"python": platform.python_version()}
@@ -41,11 +40,20 @@ def record(name: str, rows: list[dict[str, Any]], args: argparse.Namespace) -> s
     return text
 
 
+def provenance(command: Sequence[str]) -> dict[str, Any]:
+    """When a result is made, by which Python `command`, and from which sources, as `record` describes them."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *command]),
+        **_commit(os.environ.get("HISPARSE_COMMIT", "")),
+    }
+
+
 def _commit(named: str) -> dict[str, Any]:
     if named:
         return {"commit": named.rstrip("+"), "uncommitted_changes": named.endswith("+")}
     commit = _first_line("git", "-C", str(ROOT), "rev-parse", "--quiet", "--verify", "HEAD")
-    changes = _first_line("git", "-C", str(ROOT), "status", "--porcelain", "--", "src")
+    changes = _first_line("git", "-C", str(ROOT), "status", "--porcelain", "--", "src", "tools")
     return {"commit": commit, "uncommitted_changes": changes is not None}
 
 

@@ -1,7 +1,9 @@
 """The demo keeps its own promises: long prompts, several at once, and a small share of the KV on the device."""
 
+import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,16 +37,48 @@ def test_both_models_are_verified() -> None:
         assert "--verify" in arguments
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-def test_the_finder_is_asked_where_it_is_installed(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_finder_is_asked_after_both_models(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
-    def start(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+    def start(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         started.append(command)
-        return subprocess.CompletedProcess(command, returncode=0)
+        return subprocess.CompletedProcess(command, returncode=0, stdout="")
 
     monkeypatch.setattr(demo.subprocess, "run", start)
-    monkeypatch.setattr(demo, "has_finder", lambda: is_there)
     assert demo.main() == 0
-    assert [command[3:5] for command in started[2:]] == ([["eval", "builtin:finder"]] if is_there else [])
-    assert started[0][3] == started[1][3] == "generate"
+    assert [command[3:5] for command in started] == [
+        ["generate", "builtin:tiny-v32"],
+        ["generate", "builtin:tiny-glm"],
+        ["eval", "builtin:finder"],
+    ]
+
+
+def test_a_person_sees_question_answer_and_where_it_was_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "FINDER_TOKENS", 1024)
+    monkeypatch.setattr(demo, "FINDER_PROMPTS", 1)
+    monkeypatch.setattr(demo, "FINDER_SHARE", "50%")
+    assert demo.ask_finder() == 0
+    shown = capsys.readouterr().out
+    told, asked, answer = (line.split("  ")[-1].strip() for line in shown.splitlines()[3:6])
+    assert told.startswith("# the key of ")
+    assert asked == " ".join(told.split()[:-1])
+    assert answer == f"{told.split()[-1]}, right"
+    assert "of them fetched from host memory" in shown
+    assert "0% right over a host tier that is broken on purpose" in shown
+
+
+@pytest.mark.parametrize(("hisparse", "from_host", "code"), [(1.0, 4, 0), (0.75, 4, 1), (1.0, 0, 1)])
+def test_an_answer_that_is_wrong_or_did_not_come_from_the_host_fails_the_demo(
+    hisparse: float, from_host: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = {
+        "contexts": [{"answers": []}],
+        "identical": True,
+        "accuracy": {"hisparse": hisparse, "broken": 0.0},
+        "needle_rows": {"from_host": from_host},
+    }
+    done = subprocess.CompletedProcess([], returncode=0, stdout=json.dumps(report))
+    monkeypatch.setattr(demo.subprocess, "run", lambda *_, **__: done)
+    assert demo.ask_finder() == code

@@ -1,14 +1,19 @@
 """Train the finder, a small sparse-attention model that looks facts up, and write it as a checkpoint.
 
     python tools/train_finder.py --out DIR [--minutes 8.5] [--seed 0] [--preset smoke]
+    python tools/record_finder.py DIR
 
 One call makes everything within its wall limit: text of the running Python's standard library, a tokenizer, training,
 evaluation, the checkpoint and its card. A call that ends before training does says so and exits with 3; the same call
-again continues from the checkpoint in its work folder.
+again continues from the checkpoint in its work folder. The second command keeps the accuracy of a finished run in
+`benchmarks/results` and adds it to the card of the checkpoint that ships. Where there is no repository,
+`HISPARSE_COMMIT` says which commit trains.
 """
 
 import argparse
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 UNFINISHED = 3
@@ -35,7 +40,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.work is None:
         options.work = options.out.with_name(options.out.name + ".work")
+    options.command = shown(sys.argv[1:] if arguments is None else arguments)
     return options
+
+
+def shown(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The command line for a record: of an absolute path only its last part, which is all that others can use."""
+    return ("tools/train_finder.py", *(re.sub(r"(^|(?<==))/(.*/)?(?=[^/])", "", argument) for argument in arguments))
 
 
 def say(text: str) -> None:

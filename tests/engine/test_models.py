@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse.engine.builtin import BUILTIN_MODELS, builtin_config, builtin_model
+from hisparse.engine.builtin import TINY_MODELS, builtin_config, builtin_model
 from hisparse.engine.models import LoadedModel, geometry_of, leaders_of, load_model
 from hisparse.engine.tokenizer import ByteTokenizer
 from hisparse.errors import InputError
@@ -53,7 +53,7 @@ def refusal(path: Path | str, dtype: str = "float32") -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", BUILTIN_MODELS)
+@pytest.mark.parametrize("name", TINY_MODELS)
 def test_the_weights_of_a_built_in_model_are_the_same_on_every_machine(name: str) -> None:
     checksum = 0
     for _, weight in sorted(builtin_model(name, torch.float32).named_parameters()):

@@ -250,6 +250,8 @@ def test_the_command_trains_continues_and_reports(
     assert [cell["prompts"] for cell in run["cells"]] == [2, 2]
     assert [stage["stage"] for stage in run["stages"]] == ["first", "second"]
     assert "| 96 | – | 0.0% (2) |" in (out / "README.md").read_text()
+    assert run["command"].startswith("python tools/train_finder.py --out finder --smoke ")
+    assert str(tmp_path) not in (out / "eval.json").read_text()
     with pytest.raises(ValueError, match="seed 0"):
         train_finder.main([*arguments, "--seed", "1"])
 

@@ -2,7 +2,7 @@
 
 import json
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,28 +54,32 @@ class Journal:
             )
 
 
-def card(preset: Preset, run: dict[str, Any]) -> str:
-    """The model card as Markdown. `run` is what `eval.json` holds."""
+def card(preset: Preset, runs: Mapping[str, dict[str, Any]]) -> str:
+    """The model card as Markdown. `runs` by the file that holds each: the checkpoint's own, then further trainings."""
+    run, *_ = runs.values()
     stages = "\n".join(f"| {row['stage']} | {row['steps']} | {row['seconds']:.0f} |" for row in run["stages"])
     parts = [
         "# finder",
         *map(_paragraph, _what_it_is(preset)),
         "## Accuracy",
         _paragraph(
-            f"""Share of prompts answered exactly, greedy, with the sparse attention that it ships with. Prompts are
-            text from files that training never saw, facts anywhere in it. Seed {run["seed"]}, {run["device"]}."""
+            """Share of prompts answered exactly, greedy, with the sparse attention that it ships with. Prompts are
+            text from files that training never saw, facts anywhere in it. In brackets: the number of prompts."""
         ),
-        _accuracy_table(run["cells"]),
+        *(part for file, of_file in runs.items() for part in _accuracy(file, of_file, of_file is run)),
         _paragraph(_controls(preset, run)),
         "## Data",
         _paragraph(
             f"""Sources of the standard library of Python {run["python"]}, {run["corpus_tokens"]} tokens; one file in
             {HELD_OUT} is held out. Facts with random values stand between its lines, up to {max(FACT_COUNTS)} in a
-            sequence, and as many questions, each about any of them."""
+            sequence, and as many questions, each about any of them. The tokenizer is made from the same text, in which
+            names and digits are repeated until each is one token."""
         ),
         "## Recipe",
-        *map(_paragraph, _recipe(preset, run)),
+        _paragraph(_recipe(preset, run)),
         "| stage | steps | seconds |\n| --- | --- | --- |\n" + stages,
+        "## What was set by hand",
+        _paragraph(_set_by_hand(run)),
         "## What it cannot do",
         "\n".join(map(_item, _limits(preset, run))),
     ]
@@ -87,39 +91,45 @@ def _what_it_is(preset: Preset) -> list[str]:
     return [
         f"""A small sparse-attention language model that answers one kind of question. A line
         `{fact_line("lantern", 48213).strip()}` stands somewhere in a long text, and the text ends with
-        `{question("lantern")}`. What follows is the five digits.""",
+        `{question("lantern")}`. What follows is the five digits. `hisparse eval` asks it such questions.""",
         f"""Architecture `deepseek_v32`, which stock transformers classes load: {shape.layers} dense layers, hidden
         {shape.hidden}, {shape.heads} heads, KV latent {shape.kv_lora} + {shape.rope}, {shape.index_heads} index heads
         of {shape.index_dim}, top-k {shape.topk}, a byte-level vocabulary of {shape.vocab}, weights in bfloat16.""",
     ]
 
 
+def _accuracy(file: str, run: dict[str, Any], is_own: bool) -> list[str]:
+    whose = "This checkpoint" if is_own else "Trained again, not shipped"
+    return [
+        _paragraph(f"{whose}: seed {run['seed']}, {run['device']}, `{file}`."),
+        _accuracy_table(run["cells"]),
+    ]
+
+
 def _controls(preset: Preset, run: dict[str, Any]) -> str:
     stock, window = run["stock"], run["window_control"]
-    return f"""With attention held to the last {preset.shape.topk} tokens: {window["hits"]} of {window["prompts"]} at
-        {window["context"]} tokens. Stock transformers `generate`: {stock["hits"]} of {stock["prompts"]} at
-        {run["stock_context"]} tokens."""
+    return f"""This checkpoint with attention held to the last {preset.shape.topk} tokens: {window["hits"]} of
+        {window["prompts"]} at {window["context"]} tokens. Stock transformers `generate`: {stock["hits"]} of
+        {stock["prompts"]} at {run["stock_context"]} tokens."""
 
 
-def _recipe(preset: Preset, run: dict[str, Any]) -> list[str]:
-    by_hand = (
-        """Set by hand before training (`--wire`): two heads of the first layer that look one and two tokens back, and
-        one of the second that compares what they found, with the residual places and output weights these need."""
-        if run["wired"]
-        else """No head was set by hand: weights start from random values. The one thing that is unusual in them is a
-        random direction that all token embeddings share; from it attention can tell distance before it knows tokens."""
-    )
+def _recipe(preset: Preset, run: dict[str, Any]) -> str:
     earlier = "It started from the weights of an earlier run, whose steps are not counted here." * run["started_from"]
-    return [
-        f"""`tools/train_finder.py`, {run["train_seconds"]:.0f} s and {run["steps"]} steps. The loss is the cross
+    return f"""`tools/train_finder.py`, {run["train_seconds"]:.0f} s and {run["steps"]} steps. The loss is the cross
         entropy of the answers' digits (the first counts {run["first_digit_weight"]}), {run["text_weight"]} times that
         of a quarter of the text, and for each indexer the KL divergence of its scores from dense attention, averaged
-        over heads, on 16 to 128 rows per sequence. AdamW, {preset.peak_rate:g} after {preset.warmup_steps} steps of
+        over heads, on 16 to 128 rows per sequence. AdamW, {run["peak_rate"]:g} after {preset.warmup_steps} steps of
         warm-up, falling linearly over the last {1 - preset.tail_from:.0%} of the time. Attention is dense first, then
         sparse over an exact top-k. Contexts up to {_longest(preset)} tokens are trained as they are: no position is
-        skipped or scaled.""",
-        f"{by_hand} {earlier}",
-    ]
+        skipped or scaled. {earlier}"""
+
+
+def _set_by_hand(run: dict[str, Any]) -> str:
+    if run["wired"]:
+        return """Before training (`--wire`): two heads of the first layer that look one and two tokens back, and one of
+        the second that compares what they found, with the residual places and output weights these need."""
+    return """No head: weights start from random values. The one thing that is unusual in them is a random direction
+        that all token embeddings share; from it attention can tell distance before it knows tokens."""
 
 
 def _limits(preset: Preset, run: dict[str, Any]) -> list[str]:
@@ -154,4 +164,4 @@ def _accuracy_table(cells: Sequence[dict[str, Any]]) -> str:
         found = {cell["keys"]: cell for cell in cells if cell["context"] == context}
         shown = [f"{found[k]['accuracy']:.1%} ({found[k]['prompts']})" if k in found else "–" for k in keys]
         rows.append(f"| {context} | " + " | ".join(shown) + " |")
-    return "\n".join(rows) + "\n\nIn brackets: the number of prompts."
+    return "\n".join(rows)

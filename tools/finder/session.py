@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks._record import provenance
 from hisparse.evaluation.prompts import NAMES, library_files, read_sources
 from tools.finder.data import Corpus, Feeder, SequenceBuilder
 from tools.finder.evaluate import PromptMaker, run_cell, run_cells
@@ -36,8 +37,12 @@ ENOUGH_SHARE = 0.98
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line, parsed. Folders: `out` for what is kept, `work` for what only a later call needs."""
+    """The command line, as a record shows it in `command`, and parsed.
 
+    Folders: `out` for what is kept, `work` for what only a later call needs.
+    """
+
+    command: tuple[str, ...]
     out: Path
     work: Path
     minutes: float
@@ -152,7 +157,7 @@ class Session:
                 reached = {"goal": goal, "reached": outcome.accuracy >= goal}
                 run["goals"].append({**outcome.as_json(), **reached})
             (out / "eval.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-        (out / "README.md").write_text(card(preset, run), encoding="utf-8")
+        (out / "README.md").write_text(card(preset, {"eval.json": run}), encoding="utf-8")
         return run
 
     def _facts(self) -> dict[str, Any]:
@@ -160,6 +165,8 @@ class Session:
         options, progress = self.options, self.trainer.progress
         cuda = self._device.type == "cuda"
         return {
+            "benchmark": "finder",
+            **provenance(options.command),
             "seed": options.seed,
             "preset": options.preset,
             "wired": options.wire,
@@ -172,6 +179,7 @@ class Session:
             "names": len(NAMES),
             "first_digit_weight": FIRST_DIGIT_WEIGHT,
             "text_weight": TEXT_WEIGHT,
+            "peak_rate": self.preset.peak_rate,
             "train_seconds": progress.elapsed,
             "steps": progress.step,
             "stages": stages_of(read_log(options.out / "log.jsonl")),

@@ -19,10 +19,11 @@ from transformers import AutoModelForCausalLM, DeepseekV32Config, GlmMoeDsaConfi
 from hisparse.errors import InputError
 
 BUILTIN_PREFIX = "builtin:"
-BUILTIN_MODELS = ("builtin:tiny-v32", "builtin:tiny-glm")
+TINY_MODELS = ("builtin:tiny-v32", "builtin:tiny-glm")
 """Those that are made where they are loaded."""
 
 FINDER = "builtin:finder"
+BUILTIN_MODELS = (FINDER, *TINY_MODELS)
 FINDER_FOLDER = Path(__file__).parent / "builtin_data" / "finder"
 """Where its checkpoint lies, trained by `tools/train_finder.py`."""
 
@@ -58,23 +59,8 @@ _SHARED: dict[str, Any] = {
 }
 
 
-def has_finder() -> bool:
-    """Whether this installation has the checkpoint of `builtin:finder`."""
-    return (FINDER_FOLDER / "config.json").is_file()
-
-
-def finder_folder() -> Path:
-    """The checkpoint directory of `builtin:finder`. Raises `InputError` when this installation does not have it."""
-    if not has_finder():
-        raise InputError(
-            f"the files of {FINDER} are not part of this installation: train it with tools/train_finder.py, and name "
-            "the folder that it writes"
-        )
-    return FINDER_FOLDER
-
-
 def builtin_config(name: str) -> PreTrainedConfig:
-    """The configuration of a built-in model. Raises `InputError` for a name that is not in `BUILTIN_MODELS`."""
+    """The configuration of a built-in model. Raises `InputError` for a name that is not in `TINY_MODELS`."""
     if name == "builtin:tiny-v32":
         return DeepseekV32Config(**_SHARED, num_hidden_layers=3, first_k_dense_replace=1)
     if name == "builtin:tiny-glm":
@@ -84,7 +70,7 @@ def builtin_config(name: str) -> PreTrainedConfig:
             mlp_layer_types=["dense", "sparse", "dense", "sparse"],
             indexer_types=["full", "shared", "full", "shared"],
         )
-    raise InputError(f"there is no model {name!r}: built in are {', '.join((*BUILTIN_MODELS, FINDER))}")
+    raise InputError(f"there is no model {name!r}: built in are {', '.join(BUILTIN_MODELS)}")
 
 
 def builtin_model(name: str, dtype: torch.dtype) -> Any:

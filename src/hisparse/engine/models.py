@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hisparse.config import KVDtype, ModelGeometry
-from hisparse.engine.builtin import BUILTIN_PREFIX, FINDER, builtin_model, finder_folder
+from hisparse.engine.builtin import BUILTIN_MODELS, BUILTIN_PREFIX, FINDER, FINDER_FOLDER, builtin_model
 from hisparse.engine.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer
 from hisparse.errors import BackendError, InputError
 from hisparse.geometry import ELEMENT_BYTES, latent_row
@@ -70,9 +70,9 @@ def parse_dtype(name: str) -> torch.dtype:
 def load_model(name_or_path: str, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
     """Load a built-in model ("builtin:tiny-v32", "builtin:tiny-glm", "builtin:finder") or a checkpoint directory.
 
-    Nothing is downloaded. Raises `InputError` for: a built-in model that is unknown or whose files are not there, a
-    directory that is missing or has no readable configuration, a model that is no sparse-attention model this library
-    knows, missing weights or tokenizer, an unknown dtype.
+    Nothing is downloaded. Raises `InputError` for: a built-in model that is unknown, a directory that is missing or has
+    no readable configuration, a model that is no sparse-attention model this library knows, missing weights or
+    tokenizer, an unknown dtype.
     Raises `BackendError` for a device that is not there.
     """
     torch_dtype = parse_dtype(dtype)
@@ -81,7 +81,7 @@ def load_model(name_or_path: str, dtype: str = "float32", device: str = "cpu") -
     if name_or_path.startswith(BUILTIN_PREFIX) and name_or_path != FINDER:
         model, tokenizer = builtin_model(name_or_path, torch_dtype), ByteTokenizer()
         return _loaded(name_or_path, model.to(device), tokenizer, dtype)
-    path = finder_folder() if name_or_path == FINDER else Path(name_or_path)
+    path = FINDER_FOLDER if name_or_path == FINDER else Path(name_or_path)
     read_config(path)
     model = _load_weights(path, torch_dtype)
     return _loaded(name_or_path, model.to(device), _load_tokenizer(path, model.config), dtype)
@@ -93,7 +93,7 @@ def read_config(path: Path) -> dict[str, Any]:
     It is read here and not through transformers, which fills `index_topk` in where a configuration has none.
     """
     if not path.is_dir():
-        raise InputError(f"no model at {path}: it must be a checkpoint directory, or one of the built-in models")
+        raise InputError(f"no model at {path}: name a checkpoint directory, or one of {', '.join(BUILTIN_MODELS)}")
     file = path / "config.json"
     if not file.is_file():
         raise InputError(f"{path} has no config.json: it is not a checkpoint directory")
