@@ -16,6 +16,7 @@ from hisparse.engine.verify import LOGIT_BOUNDS, PACKED_LOGIT_BOUND, VerifyResul
 from hisparse.errors import InputError, InvariantError
 from hisparse.kernels import fp8_rows
 from hisparse.worker.runtime import LeaderRuntime
+from tests.engine.blas import rows_are_independent
 from tests.engine.parity import Case, Outcome, prompt, run
 from tests.engine.test_parity import FirstMisses
 from tests.engine.wide import wide_model
@@ -71,7 +72,9 @@ def test_a_prefill_stages_packed_rows() -> None:
 def test_verification_rounds_the_rows_of_all_its_runs(dtype: str) -> None:
     result = verified(wide_model(dtype), CASE)
     assert result.identical
-    assert result.resident_logit_diff < 1e-4
+    # A logit of bfloat16 may be rounded otherwise, by 2**-5 at most, where the runs' sums differ in their last bits.
+    rounds = dtype == "bfloat16" and not rows_are_independent()
+    assert result.resident_logit_diff < (0.1 if rounds else 1e-4)
     assert "with rows rounded as fp8_ds_mla" in result.reference
     if dtype == "float32":
         assert result.relative_logit_diff < LOGIT_BOUNDS[torch.float32] < PACKED_LOGIT_BOUND

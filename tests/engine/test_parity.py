@@ -15,6 +15,7 @@ from hisparse.kernels.contract import Selection
 from hisparse.worker import CpuStream
 from hisparse.worker.runtime import LeaderRuntime
 from hisparse.worker.views import BlockCopies
+from tests.engine.blas import rows_are_independent
 from tests.engine.parity import HOT_ROWS, TOPK, Case, Outcome, assert_parity, prompt, run
 
 load = functools.cache(load_model)
@@ -78,10 +79,11 @@ def test_in_bfloat16_the_tokens_are_those_of_the_run_with_everything_resident(na
     assert small.stats.spills > 0 == resident.stats.spills
     assert small.stats.rows.miss > 0 == resident.stats.rows.miss
     assert small.tokens == resident.tokens
-    assert all(
-        torch.equal(torch.stack(ours.logits), torch.stack(theirs.logits))
-        for ours, theirs in zip(small.results, resident.results, strict=True)
-    )
+    for ours, theirs in zip(small.results, resident.results, strict=True):
+        mine, other = torch.stack(ours.logits), torch.stack(theirs.logits)
+        assert torch.equal(mine, other) or not rows_are_independent()
+        # Where they are not, a sum in float32 now and then rounds to the next bfloat16.
+        assert (mine - other).pow(2).mean().sqrt() < 2**-7 * other.pow(2).mean().sqrt()
 
 
 # Controls: the same check, with one thing broken of what moved through the host.

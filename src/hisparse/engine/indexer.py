@@ -31,6 +31,9 @@ TILE_KEYS = 512
 KEY_GROUP = 16
 """Tiles are whole groups of keys. With whole vectors of columns, all columns are summed in the same order."""
 
+LEAST_PRODUCTS = 400
+"""Heads times keys of the smallest tile. torch sums fewer in a loop of its own, which rounds otherwise than a BLAS."""
+
 _INVISIBLE = torch.iinfo(torch.int32).max
 
 Rope = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -192,12 +195,12 @@ def index_scores(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tenso
     """`sum_h weights[t,h] * relu(scale * queries[t,h] · keys[s])`, float32 `[t, s]`, the stock indexer's score.
 
     `queries` float32 `[t, heads, dim]`, `weights` float32 `[t, heads]`, `keys` float32 `[s, dim]`. A score's bits
-    depend neither on how many keys there are nor on where tiles end: rows of memory that are not aligned would be
-    summed in another order, hence the padding.
+    depend neither on how many keys there are nor on where tiles end: rows of memory that are not aligned, and very few
+    of them, would be summed in another order, hence the padding.
     """
     num_rows, num_heads, dim = queries.shape
     num_keys = keys.shape[0]
-    num_groups = ceil_div(num_keys, KEY_GROUP)
+    num_groups = max(ceil_div(num_keys, KEY_GROUP), ceil_div(LEAST_PRODUCTS, num_heads * KEY_GROUP))
     groups_per_tile = max(TILE_KEYS, TILE_BYTES // (4 * num_heads * num_rows)) // KEY_GROUP
     tiles = [(KEY_GROUP * start, KEY_GROUP * end) for start, end in _even_parts(num_groups, groups_per_tile)]
     by_head, weights = queries.reshape(-1, dim), weights.unsqueeze(1)
