@@ -43,14 +43,20 @@ class ModelShape:
 
 def synthetic_model(shape: ModelShape, device: torch.device, seed: int = 0) -> LoadedModel:
     """The model in bfloat16 on `device`, weights drawn there. The same seed gives the same trace on one device."""
+    loaded = plain_model(shape, device, seed)
+    for layer in range(0, shape.layers, LAYERS_PER_LEADER):
+        indexer: Any = loaded.model.model.layers[layer].self_attn.indexer
+        indexer.wq_b = TracedQueries(indexer.wq_b, shape, device, seed + layer)
+        indexer.weights_proj = EvenWeights(indexer.weights_proj)
+    return loaded
+
+
+def plain_model(shape: ModelShape, device: torch.device, seed: int = 0) -> LoadedModel:
+    """The same without the trace: it selects as its random weights have it."""
     torch.manual_seed(seed)
     config = _config(shape)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
-    for layer in range(0, shape.layers, LAYERS_PER_LEADER):
-        indexer: Any = model.model.layers[layer].self_attn.indexer
-        indexer.wq_b = TracedQueries(indexer.wq_b, shape, device, seed + layer)
-        indexer.weights_proj = EvenWeights(indexer.weights_proj)
     geometry = geometry_of(config, "bfloat16")
     return LoadedModel("synthetic", model.eval(), ByteTokenizer(), geometry, torch.bfloat16, ())
 

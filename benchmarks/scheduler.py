@@ -5,6 +5,9 @@
 Measured work: admit the new token, coordinator, connector metadata, worker reports. The worker answers at once:
 every transfer is enqueued and completed in the step that carries it. Nothing else is stubbed; requests get to their
 context through the same scheduler, most of their pages spilled on the way.
+
+Beside it: the keys of a prompt of the longer context, its longest hit over all groups (half of it on the host), and a
+step while a prefix is loaded from below, at both lengths.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import time
 from array import array
 from pathlib import Path
 
+from _prefix_cost import hash_and_hit, step_while_loading
 from _record import record
 
 from hisparse.config import CacheConfig, ModelGeometry, plan_cache
@@ -33,14 +37,16 @@ INDEX_ROW_BYTES = 144
 """128 fp8 elements and a scale, on 16-byte words."""
 GOAL_US = 3.0
 GOAL_RATIO = 1.1
+GOAL_HASH_MS = 2.0
+GOAL_HIT_MS = 0.6
+MODEL = ModelGeometry(latent_row("fp8_ds_mla", 512, 64), (0, 0, 0, 0), TOPK, INDEX_ROW_BYTES)
 
 
 def make_scheduler(num_requests: int, context: int, steps: int) -> Scheduler:
     """Pools that hold all requests' contexts on host, and on the device little more than what they are promised."""
-    model = ModelGeometry(latent_row("fp8_ds_mla", 512, 64), (0, 0, 0, 0), TOPK, INDEX_ROW_BYTES)
     longest = context + steps + 1
     pages = -(-longest // BLOCK_SIZE)
-    block = model.row.row_bytes * model.num_layers * BLOCK_SIZE
+    block = MODEL.row.row_bytes * MODEL.num_layers * BLOCK_SIZE
     config = CacheConfig(
         block_size=BLOCK_SIZE,
         slab_bytes=block * (num_requests * (HOT_ROWS // BLOCK_SIZE + 4) + 8192),
@@ -51,7 +57,7 @@ def make_scheduler(num_requests: int, context: int, steps: int) -> Scheduler:
         max_tokens=longest,
         indexer_tokens=num_requests * pages * BLOCK_SIZE,
     )
-    return Scheduler(plan_cache(config, model), chunk_tokens=262144, root=b"benchmark".ljust(16, b"\0"))
+    return Scheduler(plan_cache(config, MODEL), chunk_tokens=262144, root=b"benchmark".ljust(16, b"\0"))
 
 
 def answer(scheduler: Scheduler, step: ScheduledStep) -> None:
@@ -117,6 +123,13 @@ class Population:
         }
 
 
+def prefix_rows(contexts: list[int], repeats: int) -> list[dict[str, float]]:
+    """What prefixes cost; the longest hit is measured at the longer context only."""
+    prompts = [array("i", random.Random(context).randbytes(4 * context)) for context in contexts]
+    loading = [step_while_loading(MODEL, BLOCK_SIZE, prompt, repeats) for prompt in prompts]
+    return [hash_and_hit(MODEL, BLOCK_SIZE, prompts[-1], min(repeats, 64)), *loading]
+
+
 def resident_bytes() -> int:
     """What the process has in memory now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -129,6 +142,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=512)
     parser.add_argument("--json", action="store_true", help="write benchmarks/results/scheduler.json")
     args = parser.parse_args()
+    prefixes = prefix_rows(args.contexts, args.steps)
     populations = [Population(args.requests, context, args.steps) for context in args.contexts]
     gc.collect()
     gc.freeze()
@@ -137,13 +151,17 @@ def main() -> None:
         for population in populations:
             population.decode()
     rows = [population.row() for population in populations]
-    for row in rows:
+    for row in [*rows, *prefixes]:
         print("  ".join(f"{name} {value:,.2f}" for name, value in row.items()))
     ratio = rows[1]["us_mean"] / rows[0]["us_mean"]
     worst = max(row["us_mean"] for row in rows)
     print(f"µs per request and step: {worst:.2f} (goal {GOAL_US}); long over short: {ratio:.3f} (goal {GOAL_RATIO})")
+    print(
+        f"keys of {prefixes[0]['prefix_tokens']} tokens: {prefixes[0]['hash_ms']:.2f} ms (goal {GOAL_HASH_MS}); "
+        f"longest hit: {prefixes[0]['hit_ms']:.2f} ms (goal {GOAL_HIT_MS})"
+    )
     if args.json:
-        print(record("scheduler", [*rows, {"ratio": ratio}], args))
+        print(record("scheduler", [*rows, {"ratio": ratio}, *prefixes], args))
 
 
 if __name__ == "__main__":

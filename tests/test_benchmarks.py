@@ -80,10 +80,12 @@ def test_serve_leaves_out_what_does_not_fit(run: Any) -> None:
 
 
 def test_scheduler_counts_what_it_says(run: Any) -> None:
-    short, long, ratio = run("scheduler", "--requests 128 --contexts 12800 25600 --steps 16")
+    short, long, ratio, prefix, *loading = run("scheduler", "--requests 128 --contexts 12800 25600 --steps 16")
     assert (short["context"], long["context"]) == (12800, 25600)
     assert ratio["ratio"] == pytest.approx(long["us_mean"] / short["us_mean"])
     assert long["host_blocks"] > short["host_blocks"]
+    assert prefix["hit_pages"] == 25600 // 64 > prefix["hit_pages_on_host"] >= 200
+    assert [row["loading_tokens"] for row in loading] == [12800, 25600]
 
 
 def test_transfers_measure_both_ways(run: Any) -> None:
@@ -207,3 +209,21 @@ def test_both_orders_of_a_pool_hold_the_same_rows_and_only_one_keeps_a_layer_tog
         spans[order] = (len(every), max(layer[-1] - layer[0] for layer in starts))
     assert spans["blocks"][0] == spans["layers"][0]
     assert spans["layers"][1] * 2 < spans["blocks"][1]
+
+
+def test_prefix_reuse_gets_the_same_token_from_every_place(run: Any) -> None:
+    sizes = "--context 200 --layers 4 --topk 32 --hidden 64 --heads 2 --index-heads 16 --block-size 16 --chunk 64"
+    rows = run("prefix_reuse", f"--device cpu {sizes} --rounds 1")
+    assert [row["source"] for row in rows] == ["computed", "device", "host", "cpu_tier", "files"]
+    assert rows[0]["speedup"] == 1
+    assert all(row["ttft_ms"] > 0 for row in rows)
+
+
+def test_prefix_reuse_refuses_a_turn_that_was_not_what_it_was_meant_to_be(load: Any) -> None:
+    bench = load("prefix_reuse")
+    first = bench.Turn(1.0, 7, bench.ReusedTokens(computed=100))
+    bench.check("host", bench.Turn(1.0, 7, bench.ReusedTokens(host=90, computed=10)), first, 8)
+    with pytest.raises(SystemExit, match="meant to come from host"):
+        bench.check("host", bench.Turn(1.0, 7, bench.ReusedTokens(device=50, host=40, computed=10)), first, 8)
+    with pytest.raises(SystemExit, match="continues with 8, computed with 7"):
+        bench.check("host", bench.Turn(1.0, 8, bench.ReusedTokens(host=90, computed=10)), first, 8)

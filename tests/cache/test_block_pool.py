@@ -121,6 +121,29 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
     assert pool.longest_prefix([bytes([number]) for number in range(4)]) == 3
 
 
+def test_a_block_that_is_handed_to_somebody_else_is_found_no_more() -> None:
+    """Its former reader loses it in the call that lends it, which is before anything can be written."""
+    pool: BlockPool[int] = BlockPool(4, "test")
+    blocks = pool.allocate(3)
+    keys = [bytes([number]) for number in range(3)]
+    for block, key in zip(blocks, keys, strict=True):
+        pool.publish(block, key)
+    pool.release(blocks)
+    assert pool.lookup_all(keys) == blocks
+    (taken,) = pool.allocate(1)
+    assert [pool.lookup(key) for key in keys] == [block if block != taken else None for block in blocks]
+    assert pool.lookup_all(keys) == [block if block != taken else 0 for block in blocks]
+
+
+def test_free_blocks_are_counted_once_each_and_null_blocks_not() -> None:
+    pool: BlockPool[int] = BlockPool(6, "test")
+    blocks = pool.allocate(4)
+    pool.release(blocks[1:3])
+    expected = (([], 0), ([0], 0), ([0, 0], 0), (blocks[:2], 1), (blocks, 2), ([0, *blocks, 0], 2))
+    for some, count in expected:
+        assert pool.count_free(some) == count
+
+
 def test_the_null_block_is_never_given_out_or_taken_back() -> None:
     pool: BlockPool[int] = BlockPool(4, "test")
     assert 0 not in pool.allocate(3)

@@ -8,14 +8,17 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
+from hisparse.cache.groups import GroupKind
 from hisparse.config import CacheConfig, CachePlan, ModelGeometry, WriteBack, plan_cache
 from hisparse.connector import ConnectorMetadata, HiSparseMetadata, HiSparseWorkerMetadata
-from hisparse.engine.request import Request
+from hisparse.engine.request import Request, RequestStatus
 from hisparse.engine.scheduler import ScheduledStep, Scheduler
 from hisparse.geometry import RowFormat, device_blocks
 from hisparse.protocol import Direction, SparseKVWorkerReport, Table, TransferId
+from tests.engine.paper_tiers import PaperTiers
 
 BLOCK_SIZE = 4
+ROOT = b"root".ljust(16, b"\0")
 Rows = dict[int, int]
 
 
@@ -43,6 +46,16 @@ def small_plan(
     return plan_cache(config, model)
 
 
+def random_plan(rng: random.Random) -> CachePlan:
+    return small_plan(
+        device_blocks_=rng.choice([6, 7, 9, 14, 30]),
+        host_blocks=rng.choice([17, 22, 40, 90]),
+        index_blocks=rng.choice([21, 23, 30, 80]),
+        max_running=rng.choice([1, 2, 4, 6]),
+        write_back=rng.choice([WriteBack.PRESSURE, WriteBack.EAGER]),
+    )
+
+
 class PaperWorker:
     """Carries out commands at once, and acknowledges completion up to `max_delay` steps later."""
 
@@ -57,6 +70,12 @@ class PaperWorker:
         self.host: dict[int, Rows] = {}
         self.keys: dict[int, Rows] = {}
         self.copied_pages = 0
+        self.weights = 0
+        """Of the model that computes: part of every row."""
+
+    def store_of(self, group: GroupKind) -> dict[int, Rows]:
+        """The device blocks of a group, by number."""
+        return {GroupKind.RESIDENT: self.slab, GroupKind.INDEXER: self.keys}[group]
 
     def start(self, meta: ConnectorMetadata) -> tuple[TransferId, ...]:
         """Copies first, then the tables. Returns what is enqueued."""
@@ -90,7 +109,7 @@ class PaperWorker:
     def compute(self, step: ScheduledStep) -> None:
         """Write the rows of the step's tokens, then read back every row that their requests may select."""
         for request, count in [*((request, 1) for request in step.decodes), *step.prefills]:
-            texts = _texts(request, request.num_computed + count)
+            texts = self._texts(request, request.num_computed + count)
             for position in range(request.num_computed, request.num_computed + count):
                 page, row = divmod(position, BLOCK_SIZE)
                 for table, store in ((Table.RESIDENT, self.slab), (Table.INDEXER, self.keys)):
@@ -107,7 +126,7 @@ class PaperWorker:
 
     def _read(self, request: Request, num_tokens: int, is_decode: bool) -> None:
         leased = self.tables[Table.HOT].get((request.slot, self.plan.hot_blocks - 1), 0)
-        for position, text in enumerate(_texts(request, num_tokens)):
+        for position, text in enumerate(self._texts(request, num_tokens)):
             page, row = divmod(position, BLOCK_SIZE)
             cell = (request.slot, page)
             where = f"position {position} of {request.request_id}"
@@ -120,33 +139,47 @@ class PaperWorker:
                 assert self.host[block].get(row) == text, f"{where} differs in host block {block}"
             assert self.keys[self.tables[Table.INDEXER][cell]].get(row) == text, f"the index key of {where} differs"
 
-
-def _texts(request: Request, num_tokens: int) -> list[int]:
-    """For each position a number that names all tokens up to it."""
-    texts, text = [], 0
-    for token in request.tokens[:num_tokens]:
-        text = hash((text, token))
-        texts.append(text)
-    return texts
+    def _texts(self, request: Request, num_tokens: int) -> list[int]:
+        """For each position a number that names the weights and all tokens up to it."""
+        texts, text = [], self.weights
+        for token in request.tokens[:num_tokens]:
+            text = hash((text, token))
+            texts.append(text)
+        return texts
 
 
 class Drive:
     """The engine's loop around a scheduler and workers on paper: every token that is sampled is drawn from `rng`."""
 
-    def __init__(self, plan: CachePlan, seed: int, max_delay: int = 0, num_workers: int = 1, chunk: int = 12) -> None:
+    def __init__(
+        self,
+        plan: CachePlan,
+        seed: int,
+        max_delay: int = 0,
+        num_workers: int = 1,
+        chunk: int = 12,
+        tiers: PaperTiers | None = None,
+    ) -> None:
         self.rng = random.Random(seed)
-        self.scheduler = Scheduler(plan, chunk, b"root".ljust(16, b"\0"), num_workers)
+        self.tiers = tiers
+        self.scheduler = Scheduler(plan, chunk, ROOT, num_workers, source=tiers)
         self.workers = [PaperWorker(plan, self.rng, max_delay) for _ in range(num_workers)]
         self._late: list[deque[HiSparseWorkerMetadata]] = [deque() for _ in range(num_workers)]
         self.admitted: list[str] = []
         """Requests in the order in which they first ran."""
         self.finished: list[Request] = []
+        self.num_steps = self.num_swaps = 0
+        if tiers is not None:
+            tiers.workers = self.workers
 
     def step(self) -> int:
         """One step. Returns how many tokens it computed."""
+        self.num_steps += 1
         scheduler = self.scheduler
         step = scheduler.schedule()
         enqueued = [worker.start(step.meta) for worker in self.workers]
+        if self.tiers is not None:
+            self.tiers.tick()
         self.admitted += [name for name in scheduler.running if name not in self.admitted]
         for worker in self.workers:
             worker.compute(step)
@@ -162,7 +195,22 @@ class Drive:
         if ended:
             scheduler.restore_idle()
         scheduler.assert_invariants()
+        for request in step.prefills:
+            self._check_reused(request[0])
         return sum(count for _, count in work)
+
+    def swap_weights(self) -> None:
+        """From now on all rows are computed differently, whatever was computed before."""
+        self.num_swaps += 1
+        for worker in self.workers:
+            worker.weights = self.num_swaps
+        self.scheduler.invalidate(ROOT[:-1] + bytes([self.num_swaps % 256]))
+
+    def _check_reused(self, request: Request) -> None:
+        """Every token of the prompt is counted once, wherever it came from."""
+        if request.status is not RequestStatus.WAITING:
+            counted, known = request.reused.total, min(request.num_prompt, request.num_computed or request.num_prompt)
+            assert counted == known, f"{request.request_id} knows {known} tokens and counts {request.reused}"
 
     def _take_token(self, request: Request) -> bool:
         request.tokens.append(self.rng.randrange(2))

@@ -9,47 +9,11 @@ import pytest
 from hisparse.config import CachePlan, WriteBack
 from hisparse.connector import HiSparseMetadata
 from hisparse.engine.request import Request, RequestStatus
-from hisparse.engine.sampler import SamplingParams
 from hisparse.engine.scheduler import ScheduledStep, Scheduler
 from hisparse.errors import CapacityError, InvariantError
 from hisparse.protocol import TransferId
-from tests.engine.paper_worker import BLOCK_SIZE, Drive, PaperWorker, small_plan
-
-PATIENCE = 30
-"""Steps in a row that may compute nothing: a few copies after each other, each up to three steps late, reported by a
-worker that is up to three reports behind."""
-
-
-def make_request(name: str, prompt: list[int], max_tokens: int) -> Request:
-    return Request(name, SamplingParams(max_tokens=max_tokens), array("i", prompt), len(prompt))
-
-
-def random_request(rng: random.Random, number: int) -> Request:
-    """Prompts of few different beginnings, so that prefixes meet again, and bytes meet their twins on the host."""
-    start = rng.choice([[], [0] * 16, [1] * 24, [0, 1] * 18])
-    prompt = start + [rng.randrange(2) for _ in range(rng.randint(1, 80 - len(start) - 20))]
-    return make_request(f"r{number}", prompt, rng.randint(1, 20))
-
-
-def drain(drive: Drive, steps: int = 3000) -> None:
-    """Step until all is done; fail when nothing moves for too long."""
-    idle = 0
-    for _ in range(steps):
-        if not drive.scheduler.has_work:
-            return
-        idle = 0 if drive.step() else idle + 1
-        assert idle <= PATIENCE, f"nothing was computed for {idle} steps"
-    pytest.fail(f"{len(drive.scheduler.running)} requests still run after {steps} steps")
-
-
-def random_plan(rng: random.Random) -> CachePlan:
-    return small_plan(
-        device_blocks_=rng.choice([6, 7, 9, 14, 30]),
-        host_blocks=rng.choice([17, 22, 40, 90]),
-        index_blocks=rng.choice([21, 23, 30, 80]),
-        max_running=rng.choice([1, 2, 4, 6]),
-        write_back=rng.choice([WriteBack.PRESSURE, WriteBack.EAGER]),
-    )
+from tests.engine.paper_worker import BLOCK_SIZE, Drive, PaperWorker, random_plan, small_plan
+from tests.engine.requests import PATIENCE, drain, make_request, queue_some, run_one
 
 
 def stress(seed: int, num_requests: int = 25, num_workers: int = 1, plan: CachePlan | None = None) -> Drive:
@@ -60,13 +24,7 @@ def stress(seed: int, num_requests: int = 25, num_workers: int = 1, plan: CacheP
     queued: list[Request] = []
     idle = 0
     while len(queued) < num_requests:
-        for _ in range(rng.choice([0, 0, 1, 3])):
-            request = random_request(rng, len(queued))
-            try:
-                scheduler.add(request)
-            except CapacityError:
-                continue
-            queued.append(request)
+        queue_some(scheduler, rng, queued)
         if scheduler.running and rng.random() < 0.03:
             scheduler.finish(rng.choice(list(scheduler.running.values())))
         oldest = next(iter(scheduler.running.values()), None)
@@ -131,22 +89,16 @@ def test_control_a_request_that_never_gets_its_blocks_is_noticed(monkeypatch: py
 
 
 def test_control_a_preempted_oldest_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def preempt_oldest(self: Scheduler, step: ScheduledStep) -> None:
+    def preempt_oldest(self: Scheduler, step: ScheduledStep) -> bool:
         oldest = next(iter(self.running.values()))
-        self._leave(oldest)
-        oldest.status = RequestStatus.WAITING
-        self.waiting.appendleft(oldest)
+        self._send_back(oldest)
         step.decodes = [request for request in step.decodes if request is not oldest]
         step.prefills = [work for work in step.prefills if work[0] is not oldest]
+        return True
 
     monkeypatch.setattr(Scheduler, "_preempt_youngest", preempt_oldest)
     with pytest.raises(AssertionError, match="oldest was preempted"):
         list(map(stress, range(20)))
-
-
-def run_one(drive: Drive, request: Request) -> None:
-    drive.scheduler.add(request)
-    drain(drive)
 
 
 def test_a_hit_that_would_leave_no_room_beside_it_is_adopted_in_part() -> None:
@@ -202,6 +154,8 @@ def test_pages_come_back_into_blocks_that_would_lie_idle() -> None:
 def test_nothing_comes_back_while_somebody_waits_for_blocks() -> None:
     drive = spilled_pair()
     drive.scheduler.finish(drive.scheduler.running["leaves"])
+    slab = drive.scheduler.kv.slab
+    slab.release(slab.allocate(slab.num_free))
     drive.scheduler.waiting.append(make_request("waits", [0, 1] * 20, 4))
     drive.scheduler.restore_idle()
     assert drive.scheduler.coordinator.num_in_flight == 0

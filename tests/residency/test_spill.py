@@ -4,10 +4,10 @@ import pytest
 
 from hisparse.config import LEAST_HOST_BLOCKS, WriteBack
 from hisparse.errors import InvariantError, ProtocolError
-from hisparse.protocol import Direction, SparseKVWorkerReport, Table, TransferId
+from hisparse.protocol import DeviceBlockId, Direction, SparseKVWorkerReport, Table, TransferId
 from hisparse.residency import PageState
 from hisparse.residency.page_states import TRANSITIONS, RequestPages
-from tests.residency.world import HOT_BLOCKS, World
+from tests.residency.world import BLOCK_SIZE, HOT_BLOCKS, World
 
 RESIDENT, SPILLING, HOST = PageState.RESIDENT, PageState.SPILLING, PageState.HOST
 
@@ -223,6 +223,7 @@ def test_restore_brings_pages_back_and_keeps_the_host_copy_findable() -> None:
     world = World()
     world.start("a", 0, num_pages=4)
     world.spill("a", 3)
+    world.lose_device_copies()
     assert world.coordinator.restore("a", 2) == 2
     (transfer,) = world.take()
     assert transfer.direction is Direction.HOST_TO_DEVICE
@@ -236,12 +237,97 @@ def test_restore_brings_pages_back_and_keeps_the_host_copy_findable() -> None:
     assert world.coordinator.host_pool.lookup(world.coordinator.pages("a").keys[1]) is not None
 
 
+def test_a_page_whose_block_holds_the_bytes_still_comes_back_without_a_copy() -> None:
+    """Whoever leases the block: nobody (page 1), or a request with the same beginning (page 0)."""
+    world = World()
+    tokens = world.start("a", 0, num_pages=4)
+    block_of = list(world.kv.resident.blocks("a"))
+    world.spill("a", 2)
+    other = tokens[: BLOCK_SIZE + 1]
+    hit = world.coordinator.find_prefix(world.coordinator.prefix_keys(other))
+    world.kv.add("b", 1)
+    world.coordinator.add("b", 1, other)
+    world.coordinator.adopt_prefix("b", hit)
+    host_free = world.coordinator.host_pool.num_free
+    world.log.drain()
+    assert world.coordinator.restore("a", 2) == 2
+    assert world.take() == ()
+    assert world.states("a") == [RESIDENT] * 4
+    assert list(world.kv.resident.blocks("a")) == block_of
+    assert world.kv.slab.leases(DeviceBlockId(block_of[0])) == 2
+    assert world.coordinator.host_pool.num_free == host_free + 2
+    assert (world.coordinator.totals.restores, world.coordinator.totals.adopted_restores) == (2, 2)
+    world.coordinator.assert_invariants()
+    assert world.coordinator.pages("a").spillable(9) == [0, 1, 2, 3]
+
+
+def test_a_block_that_went_to_somebody_else_is_not_adopted() -> None:
+    world = World()
+    world.start("a", 0, num_pages=4)
+    world.spill("a", 2)
+    taken = world.kv.slab.allocate(world.kv.slab.num_free)
+    assert world.coordinator.restore("a", 2) == 0
+    world.kv.slab.release(taken)
+    assert world.coordinator.restore("a", 2) == 2
+    (transfer,) = world.take()
+    assert len(transfer.copies) == 2
+    assert world.coordinator.totals.adopted_restores == 0
+
+
+def test_what_can_be_adopted_is_adopted_before_a_block_is_taken_for_the_rest() -> None:
+    """The only free blocks are those that hold the pages: taking one for page 2 must not lose page 1."""
+    world = World()
+    world.start("a", 0, num_pages=5)
+    world.spill("a", 3)
+    slab = world.kv.slab
+    lost = DeviceBlockId(slab.lookup(world.coordinator.pages("a").keys[2]))  # type: ignore[arg-type]
+    slab.lease(lost)
+    slab._drop_key(lost)
+    taken = slab.allocate(slab.num_free - 2)
+    slab.release([lost])
+    assert world.coordinator.restore("a", 3) == 3
+    (transfer,) = world.take()
+    assert [copy.device_block for copy in transfer.copies] == [lost]
+    assert world.coordinator.totals.adopted_restores == 2
+    slab.release(taken)
+
+
+def test_what_was_forgotten_is_not_published_by_copies_that_were_in_flight() -> None:
+    for way in Direction:
+        world = World()
+        tokens = world.start("a", 0, num_pages=4)
+        if way is Direction.HOST_TO_DEVICE:
+            world.spill("a", 3)
+            world.lose_device_copies()
+            world.coordinator.restore("a", 3)
+        else:
+            world.coordinator.reclaim(1)
+        (transfer,) = world.take()
+        world.coordinator.forget_content()
+        world.report([transfer], [transfer])
+        assert world.coordinator.find_prefix(world.coordinator.prefix_keys(tokens)).num_pages == 0
+        assert not any(world.coordinator.host_pool.lookup_all(world.coordinator.pages("a").keys))
+        assert not any(world.kv.slab.lookup_all(world.coordinator.pages("a").keys))
+
+
+def test_the_root_does_not_change_under_a_request() -> None:
+    world = World()
+    tokens = world.start("a", 0, num_pages=4)
+    before = world.coordinator.prefix_keys(tokens)
+    with pytest.raises(InvariantError, match="root changes under requests a"):
+        world.coordinator.forget_content(b"other")
+    world.coordinator.remove("a")
+    world.coordinator.forget_content(b"other")
+    assert not set(before) & set(world.coordinator.prefix_keys(tokens))
+
+
 def test_a_page_is_not_restored_under_its_own_spill() -> None:
     world = World()
     world.start("a", 0, num_pages=4)
     world.coordinator.reclaim(1)
     (transfer,) = world.take()
     world.report(enqueued=[transfer])
+    world.lose_device_copies()
     assert world.coordinator.restore("a", 9) == 0
     world.report(completed=[transfer])
     assert world.coordinator.restore("a", 9) == 3
@@ -251,6 +337,7 @@ def test_a_request_that_leaves_during_a_restore_frees_the_blocks_when_enqueued()
     world = World()
     world.start("a", 0, num_pages=4)
     world.spill("a", 3)
+    world.lose_device_copies()
     world.coordinator.restore("a", 2)
     (transfer,) = world.take()
     world.coordinator.remove("a")

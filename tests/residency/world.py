@@ -77,6 +77,10 @@ class World:
         self.report(transfers, transfers)
         return transfers
 
+    def lose_device_copies(self) -> None:
+        """Hand every free block of the slab to somebody else for a moment."""
+        self.kv.slab.release(self.kv.slab.allocate(self.kv.slab.num_free))
+
     def table_writes(self, table: Table) -> list[tuple[int, int, tuple[int, ...]]]:
         _, updates = self.log.drain()
         return [(update.slot, update.first_page, update.blocks) for update in updates if update.table is table]

@@ -10,6 +10,8 @@ Sizes reach millions of blocks, so the state is columns of machine integers, not
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import itemgetter
 from typing import Generic, TypeVar, cast
 
 from hisparse.errors import InvariantError
@@ -140,13 +142,20 @@ class BlockPool(Generic[BlockT]):
         """The block published under `key`, leased or free, or None."""
         return cast(BlockT | None, self._block_of.get(key))
 
+    def lookup_all(self, keys: Sequence[bytes]) -> list[BlockT]:
+        """For each key the block published under it, or the null block. No Python runs per key: prompts are long."""
+        return cast(list[BlockT], list(map(self._block_of.get, keys, repeat(NULL_BLOCK))))
+
     def longest_prefix(self, keys: Sequence[bytes]) -> int:
         """How many of `keys`, from the first on, are published here."""
-        block_of = self._block_of
-        for index, key in enumerate(keys):
-            if key not in block_of:
-                return index
-        return len(keys)
+        blocks = self.lookup_all(keys)
+        return blocks.index(NULL_BLOCK) if NULL_BLOCK in blocks else len(blocks)
+
+    def count_free(self, blocks: Sequence[BlockT]) -> int:
+        """How many of `blocks`, null blocks aside, nobody leases, so that claiming them takes free blocks."""
+        # One call for all blocks. It takes two or more to answer with a tuple, so two null blocks go before them.
+        num_leases: tuple[int, ...] = itemgetter(NULL_BLOCK, NULL_BLOCK, *blocks)(self._leases)
+        return num_leases.count(0) - 2 - blocks.count(cast(BlockT, NULL_BLOCK))
 
     def forget_all(self) -> None:
         """Forget all content: after this no lookup finds anything. Leases stay."""

@@ -84,8 +84,16 @@ class KVCacheManager:
         resident, hot = len(self.resident.leases_by_block()), len(self.hot.leases_by_block())
         return DeviceUse(resident, hot, len(self.staging), self.slab.num_free)
 
-    def assert_invariants(self, pins: dict[int, int]) -> None:
-        """Every lease of a device block is a table entry, the staging lease or one of `pins` (copies in flight)."""
+    def forget_content(self) -> None:
+        """No page of either paged group is found from now on. Leases stay."""
+        self.slab.forget_all()
+        self.index_pool.forget_all()
+
+    def assert_invariants(self, pins: dict[int, int], index_pins: dict[int, int] | None = None) -> None:
+        """Every lease of a device block is a table entry, the staging lease or one of `pins` (copies in flight).
+
+        `pins` are leases of slab blocks, `index_pins` of blocks of the indexer's pool.
+        """
         self.slab.assert_invariants()
         self.index_pool.assert_invariants()
         expected = dict(pins)
@@ -95,7 +103,10 @@ class KVCacheManager:
             for block, count in manager.leases_by_block().items():
                 expected[block] = expected.get(block, 0) + count
         _compare("slab", self.slab, expected)
-        _compare("indexer", self.index_pool, self.indexer.leases_by_block())
+        indexed = dict(index_pins or {})
+        for block, count in self.indexer.leases_by_block().items():
+            indexed[block] = indexed.get(block, 0) + count
+        _compare("indexer", self.index_pool, indexed)
         private = list(self.hot.leases_by_block().items())
         if any(count != 1 or self.slab.leases(DeviceBlockId(block)) != 1 for block, count in private):
             raise InvariantError(f"a hot block is shared: {private}")

@@ -56,15 +56,21 @@ class SingleTypeKVCacheManager:
 
     def adopt(self, request_id: str, blocks: Sequence[DeviceBlockId]) -> None:
         """Start an empty table with published blocks that a prefix hit found."""
-        table = self._tables[request_id]
-        if table:
+        if self._tables[request_id]:
             raise InvariantError(f"group {self.group.kind.value}: request {request_id} already has pages")
+        lease = self.pool.lease
         for block in blocks:
             if block != NULL_BLOCK:
-                self.pool.lease(block)
+                lease(block)
+        self.append(request_id, blocks)
+
+    def append(self, request_id: str, blocks: Sequence[DeviceBlockId]) -> None:
+        """Let a table go on with `blocks`, null for holes: it takes over a lease on each from the caller."""
+        table = self._tables[request_id]
+        first = len(table)
         table.extend(blocks)
         if blocks:
-            self._log.write(self.table, self._slots[request_id], 0, blocks)
+            self._log.write(self.table, self._slots[request_id], first, blocks)
 
     def publish(self, request_id: str, pages: Iterable[tuple[int, bytes]]) -> None:
         """Let prefix lookups find pages, which are full and computed, under their keys. Holes are passed over."""

@@ -7,6 +7,7 @@ from enum import Enum
 
 import torch
 
+from hisparse.engine.reuse import ReusedTokens
 from hisparse.engine.sampler import SamplingParams
 from hisparse.residency import RequestPages
 
@@ -34,9 +35,12 @@ class Request:
 
     The scheduler changes `status`, `slot`, `num_computed`, `capacity` (tokens that the leased pages cover),
     `free_until` (while fewer tokens are computed, a decode holds all that it needs now and in the next step),
-    `next_seal` (the token count at which the next page is full), `footprint` (device blocks it is promised) and
-    `prefix_keys` (of `tokens` as they stand while WAITING); `pages` are its records at the coordinator while
-    RUNNING. The engine changes `tokens`, the times (seconds, monotonic) and `finish_reason`.
+    `next_seal` (the token count at which the next page is full), `footprint` (device blocks it is promised),
+    `prefix_keys` (of `tokens` as they stand while WAITING), `asks_tiers` (its next pages may come from below the
+    pools), `tiers_failed` (a load failed, so it never asks again), `reused` (where its prompt came from since it was
+    last admitted), `is_counted` (that was added to the total) and `admitted`, when it ran for the first time; `pages`
+    are its records at the coordinator while RUNNING. The engine changes `tokens`, the times (seconds, monotonic) and
+    `finish_reason`.
     """
 
     request_id: str
@@ -53,9 +57,14 @@ class Request:
     footprint: int = 0
     prefix_keys: list[bytes] | None = None
     pages: RequestPages | None = None
+    asks_tiers: bool = False
+    tiers_failed: bool = False
+    reused: ReusedTokens = field(default_factory=ReusedTokens)
+    is_counted: bool = False
     finish_reason: FinishReason | None = None
     logits: list[torch.Tensor] = field(default_factory=list)
     arrival: float = field(default_factory=time.monotonic)
+    admitted: float | None = None
     first_token: float | None = None
     last_token: float | None = None
 
@@ -73,3 +82,12 @@ class Request:
     def output(self) -> list[int]:
         """The tokens generated so far."""
         return self.tokens[self.num_prompt :].tolist()
+
+    def prompt_tokens(self, start: int, end: int) -> int:
+        """How many of the positions `start` … `end`-1 belong to the prompt."""
+        return max(0, min(end, self.num_prompt) - start)
+
+    def has_pages(self, num_pages: int, block_size: int) -> None:
+        """All the pages that it has are full: `num_pages`, none of which it has to compute."""
+        self.num_computed = self.capacity = num_pages * block_size
+        self.next_seal = self.num_computed + block_size

@@ -6,17 +6,21 @@ its forward.
 """
 
 import heapq
-import math
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
 from hisparse.cache import GRANTED, Admission, KVCacheManager, TableLog, Verdict
 from hisparse.config import CachePlan
-from hisparse.connector import ConnectorMetadata, ConnectorWorkerMetadata, HiSparseConnector
+from hisparse.connector import ConnectorMetadata, ConnectorWorkerMetadata, HiSparseConnector, KVConnector
+from hisparse.connector.prefix_source import PrefixSource
+from hisparse.engine.admission_gate import AdmissionGate
+from hisparse.engine.prefix_loads import PrefixLoads
 from hisparse.engine.request import Request, RequestStatus
+from hisparse.engine.reuse import ReusedTokens, count_hit
 from hisparse.errors import CapacityError, InvariantError
 from hisparse.geometry import ceil_div
-from hisparse.residency import Demand, HiSparseCoordinator, PrefixHit, Supply, can_ever_run, may_start
+from hisparse.residency import Demand, HiSparseCoordinator, PrefixHit, can_ever_run
 
 
 @dataclass(slots=True)
@@ -36,24 +40,35 @@ class ScheduledStep:
 class Scheduler:
     """Continuous batching over one replica's caches.
 
-    `chunk_tokens` bounds the prompt tokens of a step. `root` is the prefix key of the model at hand.
+    `chunk_tokens` bounds the prompt tokens of a step. `root` is the prefix key of the model at hand. `source` keeps KV
+    below the pools. `connector` carries the commands; who has others to carry along puts one over it.
     """
 
-    def __init__(self, plan: CachePlan, chunk_tokens: int, root: bytes, num_workers: int = 1) -> None:
+    def __init__(
+        self,
+        plan: CachePlan,
+        chunk_tokens: int,
+        root: bytes,
+        num_workers: int = 1,
+        *,
+        source: PrefixSource | None = None,
+    ) -> None:
         self.plan = plan
         self.block_size = plan.config.block_size
         self.chunk_tokens = chunk_tokens
         log = TableLog()
         self.kv = KVCacheManager(plan, log)
         self.coordinator = HiSparseCoordinator(self.kv, log, root, num_workers)
-        self.connector = HiSparseConnector.for_scheduler(self.coordinator, log)
+        self.connector: KVConnector = HiSparseConnector.for_scheduler(self.coordinator, log)
+        self.loads = None if source is None else PrefixLoads(source, self.coordinator, self.block_size)
         self.waiting: deque[Request] = deque()
         self.running: dict[str, Request] = {}
         self.num_preemptions = 0
+        self.reused = ReusedTokens()
+        """Where prompts came from: of every request, once its prompt was computed for the first time."""
         self._free_slots = list(range(plan.config.max_running))
         self._promised = 0
-        self._refused: tuple[int, ...] | None = None
-        """The most room of each kind that was too little for the first waiting request: a look-up costs its length."""
+        self._gate = AdmissionGate(plan, self.kv, self.coordinator)
         self._step = 0
 
     # Requests.
@@ -68,20 +83,55 @@ class Scheduler:
         verdict = can_ever_run(self.plan, Demand.of(self.plan, request.num_prompt, request.max_length))
         if verdict.verdict is Verdict.NEVER:
             raise CapacityError(f"request {request.request_id} of {request.num_prompt} tokens: {verdict.reason}")
+        request.asks_tiers = self.loads is not None
         self.waiting.append(request)
 
     def finish(self, request: Request) -> None:
         """The request is done: give back all it holds. What it computed stays findable."""
         if request.status is RequestStatus.RUNNING:
+            if self.loads is not None:
+                self.loads.finish(request)
             self._leave(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-            self._refused = None
+            self._gate.reopen()
+            if self.loads is not None:
+                self.loads.forget(request)
         request.status = RequestStatus.FINISHED
+
+    def reset_prefix_cache(self, tiers: bool = False) -> None:
+        """Forget the content of all pools, and with `tiers` of what is below them: prompts are computed anew.
+
+        Requests that run keep what they have.
+        """
+        self.coordinator.forget_content()
+        if tiers and self.loads is not None:
+            self.loads.source.reset()
+        self._gate.reopen()
+
+    def invalidate(self, root: bytes) -> None:
+        """The weights changed, and `root` names the new ones: nothing that was computed so far is read again.
+
+        Running requests are preempted, between two steps; they keep what they have generated.
+        """
+        for request in reversed(list(self.running.values())):
+            self._send_back(request)
+        for request in self.waiting:
+            request.prefix_keys = None
+            if self.loads is not None:
+                self.loads.forget(request)
+        self.coordinator.forget_content(root)
+        if self.loads is not None:
+            self.loads.source.reset()
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def num_open(self) -> int:
+        """Loads and stores that have not ended. They end in steps, which may be empty ones."""
+        return 0 if self.loads is None else self.loads.num_open
 
     # One step.
 
@@ -92,17 +142,24 @@ class Scheduler:
         budget, coming = self.chunk_tokens, 0
         preemptions = self.num_preemptions
         block_size = self.block_size
+        if self.loads is not None:
+            self.loads.take_events()
+            self.loads.look_ahead(self.waiting)
         for request_id in self.coordinator.take_newly_backed():
             if request_id in self.running:
                 self.running[request_id].free_until = 0
         decode = step.decodes.append
         for request in list(self.running.values()):
-            computed = request.num_computed
-            if computed < request.free_until:
+            if request.num_computed < request.free_until:
                 decode(request)
-            elif request.status is not RequestStatus.RUNNING:
                 continue
-            elif len(request.tokens) - computed == 1 and computed >= request.num_prompt:
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            if request.asks_tiers and self._await_tiers(request, step):
+                coming += ceil_div(min(self.chunk_tokens, len(request.tokens) - request.num_computed), block_size)
+                continue
+            computed = request.num_computed
+            if len(request.tokens) - computed == 1 and computed >= request.num_prompt:
                 if self._grant_decode(request, step):
                     decode(request)
                     coming += computed + 1 >= request.capacity
@@ -124,7 +181,12 @@ class Scheduler:
             if request.num_computed >= request.next_seal:
                 self._seal(request)
         for request, count in step.prefills:
-            request.num_computed += count
+            computed = request.num_computed + count
+            request.reused.computed += request.prompt_tokens(request.num_computed, computed)
+            request.num_computed = computed
+            if computed >= request.num_prompt and not request.is_counted:
+                request.is_counted = True
+                self.reused.add(request.reused)
             if request.num_computed >= request.next_seal:
                 self._seal(request)
 
@@ -150,8 +212,12 @@ class Scheduler:
             spare -= self.coordinator.restore(request.request_id, spare)
 
     def _seal(self, request: Request) -> None:
+        num_full = request.num_computed // self.block_size
+        first = num_full if request.pages is None else request.pages.num_sealed
         self.coordinator.seal(request.request_id, request.num_computed)
-        request.next_seal = (request.num_computed // self.block_size + 1) * self.block_size
+        request.next_seal = (num_full + 1) * self.block_size
+        if self.loads is not None:
+            self.loads.offer(request, first, num_full)
 
     # Granting blocks.
 
@@ -164,9 +230,8 @@ class Scheduler:
             if answer.granted:
                 request.free_until = request.capacity - 1
                 return True
-            if not answer.indexer_short and (self.coordinator.reclaim(answer.slab_short) or self._helps_to_wait(step)):
+            if not self._make_room(answer, step):
                 return False
-            self._preempt_youngest(step)
         return False
 
     def _grant_prefill(self, request: Request, budget: int, step: ScheduledStep) -> int:
@@ -175,23 +240,41 @@ class Scheduler:
             count = min(budget, len(request.tokens) - request.num_computed)
             answer = self._grow(request, request.num_computed + count)
             if not answer.granted and not answer.indexer_short:
-                given = self.coordinator.reclaim(answer.slab_short)
-                if given >= answer.slab_short:
+                if self.coordinator.reclaim(answer.slab_short) >= answer.slab_short:
                     return 0
-                count = self._fitting(request, count)
-                if count:
+                if fitting := self._fitting(request, count):
+                    count = fitting
                     answer = self._grow(request, request.num_computed + count)
-                elif given or self._helps_to_wait(step):
-                    return 0
             if answer.granted:
                 step.prefills.append((request, count))
                 return count
-            self._preempt_youngest(step)
+            if not self._make_room(answer, step):
+                return 0
         return 0
 
-    def _helps_to_wait(self, step: ScheduledStep) -> bool:
+    def _await_tiers(self, request: Request, step: ScheduledStep) -> bool:
+        """Get a request its next pages from below, if they are there. Returns whether it computes nothing now."""
+        while self.loads is not None and request.status is RequestStatus.RUNNING:
+            answer = self.loads.advance(request)
+            if answer is None:
+                return False
+            if answer.granted or not self._make_room(answer, step):
+                return True
+        return True
+
+    def _make_room(self, answer: Admission, step: ScheduledStep) -> bool:
+        """Have blocks that are short become free. Returns whether to try again now, rather than in the next step."""
+        given = 0 if answer.indexer_short else self.coordinator.reclaim(answer.slab_short)
+        if given or self._helps_to_wait(answer, step):
+            return False
+        return self._preempt_youngest(step)
+
+    def _helps_to_wait(self, answer: Admission, step: ScheduledStep) -> bool:
         """Whether the next step has more to give: copies end, on either side, or pages fill up and may leave."""
-        return self.coordinator.num_in_flight > 0 or bool(step.prefills)
+        is_indexer = bool(answer.indexer_short)
+        if self.loads is not None and self.loads.gives_back(slab=not is_indexer, indexer=is_indexer):
+            return True
+        return not is_indexer and (self.coordinator.num_in_flight > 0 or bool(step.prefills))
 
     def _fitting(self, request: Request, count: int) -> int:
         """The part of a chunk that free blocks hold now."""
@@ -229,12 +312,15 @@ class Scheduler:
                 self.coordinator.reclaim(hit.num_free_adopted - self.kv.slab.num_free)
                 break
             self.waiting.popleft()
-            self._refused = None
-            self._enter(request, self._demand(request, hit))
+            self._gate.reopen()
+            self._enter(request, self._gate.demand(request, hit))
             self.coordinator.adopt_prefix(request.request_id, hit)
-            request.num_computed = request.capacity = hit.num_pages * self.block_size
-            request.next_seal = request.num_computed + self.block_size
-            done = self._grant_prefill(request, budget, step)
+            request.has_pages(hit.num_pages, self.block_size)
+            count_hit(request.reused, hit.host, request.num_prompt, self.block_size)
+            if self.loads is not None:
+                self.loads.enter(request, hit)
+            awaits = request.asks_tiers and self._await_tiers(request, step)
+            done = 0 if awaits else self._grant_prefill(request, budget, step)
             if request.status is not RequestStatus.RUNNING:
                 break
             budget -= done
@@ -243,35 +329,13 @@ class Scheduler:
         return coming
 
     def _find_start(self, request: Request) -> PrefixHit | None:
-        """The prefix hit with which a waiting request may start now, or None while it has to wait.
-
-        A hit in free blocks of the slab takes them, and may leave too few for the first pages beside it. While others
-        run, that passes; when nobody does, a shorter hit has to do.
-        """
-        supply = Supply.of(self.kv, self.coordinator, self._promised)
-        rooms = supply.rooms()
-        refused = self._refused or (-math.inf,) * len(rooms)
-        if self.running and all(now <= then for now, then in zip(rooms, refused, strict=True)):
-            return None
-        if request.prefix_keys is None:
-            request.prefix_keys = self.coordinator.prefix_keys(request.tokens)
-        keys = request.prefix_keys
-        while True:
-            hit = self.coordinator.find_prefix(keys)
-            answer = may_start(self.plan, self._demand(request, hit), supply)
-            if answer.granted:
-                return hit
-            if self.running or not hit.num_pages:
-                self._refused = tuple(map(max, rooms, self._refused or rooms))
-                return None
-            keys = keys[: hit.num_pages - 1]
-
-    def _demand(self, request: Request, hit: PrefixHit) -> Demand:
-        return Demand.of(self.plan, len(request.tokens), request.max_length, hit)
+        return self._gate.find_start(request, self._promised, is_alone=not self.running)
 
     def _enter(self, request: Request, demand: Demand) -> None:
         request.slot = heapq.heappop(self._free_slots)
         request.status = RequestStatus.RUNNING
+        if request.admitted is None:
+            request.admitted = time.monotonic()
         self.running[request.request_id] = request
         request.footprint = demand.footprint(self.plan)
         self._promised += request.footprint
@@ -281,6 +345,9 @@ class Scheduler:
         request.pages = self.coordinator.pages(request.request_id)
 
     def _leave(self, request: Request) -> None:
+        if self.loads is not None:
+            self.loads.forget(request)
+            request.asks_tiers = not request.tiers_failed
         self.coordinator.remove(request.request_id)
         heapq.heappush(self._free_slots, request.slot)
         del self.running[request.request_id]
@@ -289,26 +356,39 @@ class Scheduler:
         request.num_computed = request.capacity = request.free_until = 0
         request.holds_hot = False
 
-    def _preempt_youngest(self, step: ScheduledStep) -> None:
-        """Take everything from the request admitted last; it computes again later what no cache kept for it."""
+    def _preempt_youngest(self, step: ScheduledStep) -> bool:
+        """Take everything from the request admitted last; it computes again later what no cache kept for it.
+
+        Returns whether there was one to take it from; else what tickets hold has to come back first.
+        """
         youngest = next(reversed(self.running.values()))
         if len(self.running) == 1:
+            if self.num_open:
+                return False
             raise InvariantError(
                 f"request {youngest.request_id} runs alone and finds no block: {self.kv.slab.num_free} free, "
                 f"{self.coordinator.num_reclaimable()} reclaimable, {self.coordinator.host_pool.num_free} host free"
             )
-        self._leave(youngest)
-        youngest.status = RequestStatus.WAITING
-        self.waiting.appendleft(youngest)
-        self._refused = None
-        self.num_preemptions += 1
+        self._send_back(youngest)
         if youngest in step.decodes:
             step.decodes.remove(youngest)
         step.prefills = [work for work in step.prefills if work[0] is not youngest]
+        return True
+
+    def _send_back(self, request: Request) -> None:
+        """Preempt a running request: it waits before all others."""
+        self._leave(request)
+        request.status = RequestStatus.WAITING
+        request.reused = ReusedTokens()
+        self.waiting.appendleft(request)
+        self._gate.reopen()
+        self.num_preemptions += 1
 
     def assert_invariants(self) -> None:
         """The laws of the caches below, and that every slot is lent once."""
         self.coordinator.assert_invariants()
+        if self.loads is not None:
+            self.loads.assert_invariants(self.running)
         lent = sorted(request.slot for request in self.running.values())
         if sorted(lent + self._free_slots) != list(range(self.plan.config.max_running)):
             raise InvariantError(f"slots lent {lent} and free {sorted(self._free_slots)} do not add up")

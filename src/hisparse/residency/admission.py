@@ -18,7 +18,7 @@ from hisparse.residency.prefix_hits import PrefixHit
 class Demand:
     """A request in pages. `total`: at its longest. `prompt`: to compute its prompt. `hit`: found by a prefix hit;
     `claimed` of those are free slab blocks that adopting would take, `index_claimed` free indexer blocks, and
-    `on_host` is whether some are on the host, so that decoding will take a hot lease."""
+    `on_host` is whether some are on the host or may be adopted there later, so that decoding will take a hot lease."""
 
     total: int
     prompt: int
@@ -33,7 +33,8 @@ class Demand:
         prompt, total = plan.device.pages(num_prompt), plan.device.pages(num_total)
         if hit is None:
             return cls(total, prompt)
-        return cls(total, prompt, hit.num_pages, hit.num_free_adopted, hit.num_free_indexer_adopted, any(hit.host))
+        on_host = any(hit.host) or any(hit.host_beyond)
+        return cls(total, prompt, hit.num_pages, hit.num_free_adopted, hit.num_free_indexer_adopted, on_host)
 
     def footprint(self, plan: CachePlan) -> int:
         """Device blocks that the request needs at least to go on."""

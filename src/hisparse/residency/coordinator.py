@@ -25,6 +25,7 @@ from hisparse.protocol import (
     SparseKVWorkerReport,
     Table,
 )
+from hisparse.residency.arrivals import Arrival, Arrivals
 from hisparse.residency.invariants import check_coordinator
 from hisparse.residency.page_states import PageState, RequestPages
 from hisparse.residency.prefix_hits import PrefixHit, find_prefix
@@ -35,11 +36,13 @@ from hisparse.residency.transactions import Transaction, TransactionLog
 @dataclass(slots=True)
 class ResidencyTotals:
     """Pages moved since the start. `spills` counts pages that left the device, `shared_spills` those of them whose
-    bytes were on the host already, `restores` pages that came back."""
+    bytes were on the host already, `restores` pages that came back, `adopted_restores` those of them whose bytes
+    were on the device still."""
 
     spills: int = 0
     shared_spills: int = 0
     restores: int = 0
+    adopted_restores: int = 0
 
 
 class HiSparseCoordinator:
@@ -55,6 +58,7 @@ class HiSparseCoordinator:
         self.write_back = plan.config.write_back
         self.block_size = plan.config.block_size
         self.host_pool: BlockPool[HostBlockId] = BlockPool(plan.num_host_blocks, "host")
+        self.arrivals = Arrivals(kv, self.host_pool)
         self.totals = ResidencyTotals()
         self._log = log
         self._root = root
@@ -85,26 +89,55 @@ class HiSparseCoordinator:
         extend_keys(keys, tokens, self.block_size, max(0, len(tokens) - 1) // self.block_size, self._root)
         return keys
 
-    def find_prefix(self, keys: Sequence[bytes]) -> PrefixHit:
-        """The longest prefix of a prompt that every group can serve, and where each page of it is."""
-        return find_prefix(self.kv, self.host_pool, keys)
+    def find_prefix(self, keys: Sequence[bytes], look_beyond: bool = False) -> PrefixHit:
+        """The longest prefix of a prompt that every group can serve, and where each page of it is.
+
+        `look_beyond`: whether the hit shall also say which MLA pages follow it on the host.
+        """
+        return find_prefix(self.kv, self.host_pool, keys, look_beyond)
 
     def adopt_prefix(self, request_id: str, hit: PrefixHit) -> None:
         """Start a request that has no pages yet with the pages of a hit, which no one changed since it was found."""
         pages = self._requests[request_id]
         self.kv.resident.adopt(request_id, hit.resident)
         self.kv.indexer.adopt(request_id, hit.indexer)
-        pages.extend(len(hit.keys))
-        pages.keys = list(hit.keys)
-        pages.num_sealed = len(hit.keys)
-        for page, block in enumerate(hit.host):
+        for block in hit.host:
             if block != NULL_BLOCK:
                 self.host_pool.lease(block)
+        self._go_on(pages, hit.keys, hit.host)
+
+    def commit_arrival(self, request_id: str, arrival: Arrival) -> None:
+        """The bytes of an arrival are there: the request, all of whose pages are before it, has its pages now."""
+        pages = self._requests[request_id]
+        first = pages.num_sealed
+        if not first == arrival.first_page == self.kv.resident.num_pages(request_id):
+            raise InvariantError(
+                f"request {request_id} has {self.kv.resident.num_pages(request_id)} pages, {first} of them computed; "
+                f"page {arrival.first_page} does not follow"
+            )
+        self.arrivals.hand_over(arrival)
+        self.kv.resident.append(request_id, arrival.resident)
+        self.kv.indexer.append(request_id, arrival.indexer)
+        self._go_on(pages, arrival.keys, arrival.host)
+        self.kv.publish(request_id, first, arrival.keys)
+        if self.write_back is WriteBack.EAGER and pages.may_spill:
+            self._spill(pages, arrival.num_pages)
+
+    def _go_on(self, pages: RequestPages, keys: Sequence[bytes], host: Sequence[HostBlockId]) -> None:
+        """Records for pages that follow the last one; where `host` names a block, the request now holds a lease."""
+        first = pages.num_sealed
+        pages.extend(first + len(keys))
+        pages.keys.extend(keys)
+        pages.num_sealed = first + len(keys)
+        num_backed = 0
+        for page, block in enumerate(host, first):
+            if block != NULL_BLOCK:
                 pages.host[page] = block
                 pages.state[page] = PageState.HOST
-                pages.num_host_backed += 1
-        if pages.num_host_backed:
-            self._log.write(Table.HOST, pages.slot, 0, pages.host)
+                num_backed += 1
+        if num_backed:
+            pages.num_host_backed += num_backed
+            self._log.write(Table.HOST, pages.slot, first, pages.host[first:])
         self._order.refresh(pages)
 
     def seal(self, request_id: str, num_tokens: int) -> None:
@@ -128,6 +161,7 @@ class HiSparseCoordinator:
         Copies in flight keep theirs. Pages that were sealed stay findable; nothing else was ever published.
         """
         pages = self._requests.pop(request_id)
+        self.arrivals.unclaim(request_id)
         self._order.forget(pages)
         for transaction in self._transactions.open():
             if transaction.owner is pages:
@@ -138,6 +172,22 @@ class HiSparseCoordinator:
         self.host_pool.release(cast("list[HostBlockId]", [block for block in pages.host if block != NULL_BLOCK]))
         self.kv.remove(request_id)
         self._log.reset(pages.slot)
+
+    def forget_content(self, root: bytes | None = None) -> None:
+        """No page that any pool holds now is found again, nor is one that is on its way to the host.
+
+        With a new `root`, as after a change of weights, keys mean something else from now on; no request may be known
+        then, because its pages would be taken for what they are not.
+        """
+        if root is not None:
+            if self._requests:
+                raise InvariantError(f"the prefix root changes under requests {', '.join(self._requests)}")
+            self._root = root
+        self.kv.forget_content()
+        self.host_pool.forget_all()
+        self.arrivals.forget_content()
+        for transaction in self._transactions.open():
+            transaction.publishes = False
 
     # Moving pages.
 
@@ -172,9 +222,13 @@ class HiSparseCoordinator:
         return newly
 
     def restore(self, request_id: str, max_pages: int) -> int:
-        """Bring up to `max_pages` HOST pages back into free device blocks, the last ones first. Returns how many."""
+        """Bring up to `max_pages` HOST pages back into free device blocks, the last ones first. Returns how many.
+
+        A page whose bytes some device block still holds, whoever leases it, is there at once and needs no copy.
+        """
         pages = self._requests[request_id]
-        limit = min(max_pages, self.kv.slab.num_free)
+        slab = self.kv.slab
+        limit = min(max_pages, slab.num_free)
         chosen = [
             page
             for page in range(pages.num_sealed - 1, -1, -1)
@@ -182,13 +236,36 @@ class HiSparseCoordinator:
         ][:limit]
         if not chosen:
             return 0
+        # Adopt all that can be adopted before a block is allocated: that could be the very block.
+        rest = [page for page in chosen if not self._adopt_device_copy(pages, page)]
         copies = []
-        for page, block in zip(chosen, self.kv.slab.allocate(len(chosen)), strict=True):
+        for page, block in zip(rest, slab.allocate(len(rest)), strict=True):
             source = HostBlockId(pages.host[page])
             self.host_pool.lease(source)
             copies.append(PageCopy(block, source))
-        self._begin(pages, chosen, copies, Direction.HOST_TO_DEVICE)
+        if copies:
+            self._begin(pages, rest, copies, Direction.HOST_TO_DEVICE)
+        self._order.refresh(pages)
         return len(chosen)
+
+    def _adopt_device_copy(self, pages: RequestPages, page: int) -> bool:
+        """Make a HOST page resident in the block that is published under its key, if there is one."""
+        block = self.kv.slab.lookup(pages.keys[page])
+        if block is None:
+            return False
+        self.kv.slab.lease(block)
+        self._come_back(pages, page, block)
+        self.totals.adopted_restores += 1
+        return True
+
+    def _come_back(self, pages: RequestPages, page: int, block: DeviceBlockId) -> None:
+        """A HOST page is read from a device block from now on, a lease on which passes to its table."""
+        pages.move(page, PageState.RESIDENT)
+        self.kv.resident.fill_hole(pages.request_id, page, block)
+        self._log.write(Table.HOST, pages.slot, page, (NULL_BLOCK,))
+        self.host_pool.release((HostBlockId(pages.host[page]),))
+        pages.host[page] = NULL_BLOCK
+        self.totals.restores += 1
 
     def _spill(self, pages: RequestPages, limit: int) -> int:
         """Begin to spill up to `limit` pages, fewer when the host pool is full. Returns how many."""
@@ -293,14 +370,10 @@ class HiSparseCoordinator:
             self.kv.slab.release(copy.device_block for copy in transaction.transfer.copies)
             return
         for page, copy in zip(transaction.pages, transaction.transfer.copies, strict=True):
-            owner.move(page, PageState.RESIDENT)
-            self.kv.resident.fill_hole(owner.request_id, page, copy.device_block)
-            self._log.write(Table.HOST, owner.slot, page, (NULL_BLOCK,))
-            self.host_pool.release((copy.host_block,))
-            owner.host[page] = NULL_BLOCK
+            self._come_back(owner, page, copy.device_block)
             owner.num_returning += 1
-            self.totals.restores += 1
-        self.kv.resident.publish(owner.request_id, zip(transaction.pages, transaction.keys, strict=True))
+        if transaction.publishes:
+            self.kv.resident.publish(owner.request_id, zip(transaction.pages, transaction.keys, strict=True))
         self._order.refresh(owner)
 
     def _completed(self, transaction: Transaction) -> None:
@@ -312,7 +385,7 @@ class HiSparseCoordinator:
                 owner.num_returning -= len(transaction.pages)
                 self._order.refresh(owner)
         copies = transaction.transfer.copies
-        if transaction.transfer.direction is Direction.DEVICE_TO_HOST:
+        if transaction.transfer.direction is Direction.DEVICE_TO_HOST and transaction.publishes:
             for copy, key in zip(copies, transaction.keys, strict=True):
                 self.host_pool.publish(copy.host_block, key)
         self.host_pool.release(copy.host_block for copy in copies)

@@ -19,7 +19,12 @@ def check_coordinator(
 ) -> None:
     """Raise `InvariantError` naming the ids and states that contradict each other."""
     pins: Counter[int] = Counter()
+    index_pins: Counter[int] = Counter()
     host: Counter[int] = Counter()
+    coordinator.arrivals.count_leases(pins, index_pins, host)
+    strangers = set(coordinator.arrivals.claimants()) - {pages.request_id for pages in requests}
+    if strangers:
+        raise InvariantError(f"host pages are claimed for requests that are unknown: {sorted(strangers)}")
     leaving = coordinator.leaving
     for pages in requests:
         _check_pages(pages, coordinator.kv.resident.blocks(pages.request_id), leaving)
@@ -36,7 +41,7 @@ def check_coordinator(
         _check_owner(transaction.owner, transaction.pages, transaction.transfer.transfer_id)
     if on_their_way != coordinator.blocks_on_their_way:
         raise InvariantError(f"{coordinator.blocks_on_their_way} blocks on their way, transactions say {on_their_way}")
-    coordinator.kv.assert_invariants(dict(pins))
+    coordinator.kv.assert_invariants(pins, index_pins)
     coordinator.host_pool.assert_invariants()
     for block in range(1, coordinator.host_pool.num_blocks):
         leases = coordinator.host_pool.leases(HostBlockId(block))

@@ -18,13 +18,15 @@ class Transaction:
     """One transfer on its way.
 
     `owner` is None once the request has finished or was preempted. `pages` are the owner's page numbers, `keys`
-    the prefix keys of their content, both parallel to `transfer.copies`. The sets hold the workers that reported.
+    the prefix keys of their content, both parallel to `transfer.copies`. `publishes`: whether the copies may be found
+    under these keys; not after the pools were told to forget. The sets hold the workers that reported.
     """
 
     transfer: SparseKVPageTransfer
     owner: RequestPages | None
     pages: tuple[int, ...]
     keys: tuple[bytes, ...]
+    publishes: bool = True
     enqueued_by: set[int] = field(default_factory=set)
     completed_by: set[int] = field(default_factory=set)
 
