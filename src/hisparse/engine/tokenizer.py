@@ -6,7 +6,8 @@ of a checkpoint directory are used alike.
 
 import codecs
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 from hisparse.errors import InputError
 
@@ -14,6 +15,17 @@ REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 8
 """A character is at most four bytes, so text that still ends in a replacement character after this many tokens is
 not an unfinished character but invalid, and is given out as it is."""
+
+
+Role = Literal["user", "assistant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One side's words in a conversation."""
+
+    role: Role
+    text: str
 
 
 class StreamDecoder(Protocol):
@@ -41,8 +53,21 @@ class Tokenizer(Protocol):
         """Tokens that end a generation; empty if there are none."""
         ...
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `encode_chat` can be asked: the model was trained on conversations in a form of its own."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt."""
+        ...
+
+    def encode_more(self, text: str) -> list[int]:
+        """Token ids of text that continues a prompt: without what the tokenizer begins one with."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation up to where the assistant's next words begin. Raises `InputError`."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -59,10 +84,19 @@ class ByteTokenizer:
 
     vocab_size = 256
     eos_token_ids: tuple[int, ...] = ()
+    has_chat_template = False
 
     def encode(self, text: str) -> list[int]:
         """The bytes of `text`. Lone surrogates (undecodable bytes of a file name) are kept as they came."""
         return list(text.encode("utf-8", errors="surrogateescape"))
+
+    def encode_more(self, text: str) -> list[int]:
+        """The same: bytes begin with nothing."""
+        return self.encode(text)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """There is no form for conversations: raises `InputError`."""
+        raise InputError("a byte tokenizer has no chat template")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text; invalid bytes become replacement characters. Raises `InputError` for an id over 255."""
@@ -112,6 +146,23 @@ class CheckpointTokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids with the special tokens that the tokenizer adds by itself."""
         return [int(token) for token in self._inner.encode(text)]
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._inner.chat_template)
+
+    def encode_more(self, text: str) -> list[int]:
+        """Token ids without special tokens."""
+        return [int(token) for token in self._inner.encode(text, add_special_tokens=False)]
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids by the chat template. Raises `InputError` for a template that fails."""
+        conversation = [{"role": message.role, "content": message.text} for message in messages]
+        try:
+            ids = self._inner.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # a template is a program of the checkpoint's: it may raise anything
+            raise InputError(f"the model's chat template failed: {error!r}") from error
+        return [int(token) for token in ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text without special tokens."""
