@@ -1,6 +1,6 @@
 # Every target works alone on a fresh machine: it makes .venv and installs what it needs, once.
 #
-#   make demo    decode long prompts on both built-in models, verified
+#   make demo    decode long prompts on both tiny models, verified, and ask the trained one about long texts
 #   make test    everything that CI runs
 #   make check   the same: lint, types, import order, tests
 #   make lint    the parts of check that run no test

@@ -41,6 +41,15 @@ class Moved:
 
 
 @dataclass
+class Reused:
+    device: int = 3
+    host: int = 2
+    cpu_tier: int = 1
+    files: int = 4
+    computed: int = 5
+
+
+@dataclass
 class FakeBackend:
     """What the fake engine was told, and how it should behave. Tests read and write it."""
 
@@ -53,6 +62,7 @@ class FakeBackend:
     )
     engines: list["FakeEngine"] = field(default_factory=list)
     verified: list[tuple[Any, ...]] = field(default_factory=list)
+    meters: list[Any] = field(default_factory=list)
     loaded: list[tuple[str, str, str]] = field(default_factory=list)
 
     def load_model(self, name: str, dtype: str, device: str) -> SimpleNamespace:
@@ -65,8 +75,9 @@ class FakeBackend:
         row = RowFormat("float32", 320) if kv_dtype == "auto" else RowFormat(kv_dtype, 656)
         return ModelGeometry(row, leader_of=(0, 1, 2, 3), index_topk=32, index_row_bytes=64)
 
-    def make_engine(self, loaded: Any, config: Any) -> "FakeEngine":
+    def make_engine(self, loaded: Any, config: Any, meter: Any = None) -> "FakeEngine":
         self.engines.append(FakeEngine(self, config))
+        self.meters.append(meter)
         return self.engines[-1]
 
     def verify(self, *arguments: Any) -> Any:
@@ -123,16 +134,23 @@ class FakeEngine:
 
     def stats(self) -> SimpleNamespace:
         assert not self.closed, "the engine was asked for its totals after it was closed"
-        return SimpleNamespace(kv=KV(), rows=Rows(), moved=Moved(), spills=28, restores=1, preemptions=2)
+        return SimpleNamespace(
+            kv=KV(), rows=Rows(), moved=Moved(), reused=Reused(), spills=28, restores=1, preemptions=2
+        )
 
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
     """The command line runs on a `FakeBackend` instead of the engine."""
+    from hisparse.engine import parallel
+
     fake = FakeBackend()
     engine, verify = ModuleType("hisparse.engine"), ModuleType("hisparse.engine.verify")
     vars(engine).update(
         load_model=lambda *names: fake.load_model(*names),
+        describe_model=lambda *names: fake.load_model(*names, "meta"),
+        TensorParallel=parallel.TensorParallel,
+        HostBacking=parallel.HostBacking,
         Engine=fake.make_engine,
         EngineConfig=SimpleNamespace,
         SamplingParams=SimpleNamespace,

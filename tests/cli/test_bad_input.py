@@ -22,6 +22,12 @@ MISTAKES = {
     "no device share": (["--prompt", "x", "--device-kv", "0%"], "above 0%"),
     "host pool": (["--prompt", "x", "--host-pool", "1XiB"], "host pool '1XiB' is not a size"),
     "empty host pool": (["--prompt", "x", "--host-pool", "0"], "at least one byte"),
+    "CPU tier": (["--prompt", "x", "--cpu-tier", "much"], "CPU tier 'much' is not a size"),
+    "offload capacity": (
+        ["--prompt", "x", "--offload-dir", "d", "--offload-capacity", "1XB"],
+        "offload capacity '1XB' is not",
+    ),
+    "capacity of nothing": (["--prompt", "x", "--offload-capacity", "1GiB"], "name one with --offload-dir"),
     "block size": (["--prompt", "x", "--block-size", "0"], "block size 0 must be a power of two"),
     "device": (["--prompt", "x", "--device", "tpu"], "'tpu' is not one of 'cpu', 'cuda'"),
     "kv dtype": (["--prompt", "x", "--kv-dtype", "int4"], "'int4' is not one of 'auto', 'fp8_ds_mla'"),

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from hisparse.cli.eval import parse_contexts
+from hisparse.cli.eval import CHUNK_TOKENS, most_tokens, parse_contexts
 from hisparse.cli.eval_render import ANSWER_WIDTH, shortened
 from hisparse.cli.main import main
 from hisparse.cli.progress import EvalProgress
-from hisparse.engine import builtin
 from hisparse.evaluation.report import EvalReport
 from hisparse.evaluation.runs import Run
 from tests.evaluation.wired import write_checkpoint
@@ -123,23 +122,17 @@ def test_interrupted_is_one_line_and_exit_code_130(
     assert capsys.readouterr().err == "hisparse: interrupted\n"
 
 
-def test_the_finder_is_one_line_where_its_files_are_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(builtin, "FINDER_FOLDER", tmp_path)
-    assert main(["eval", "builtin:finder"]) == 2
-    assert_one_line(capsys, "the files of builtin:finder are not part of this installation")
+def test_a_model_that_is_not_there_is_one_line_that_names_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
+    for model in ("builtin:seeker", "no/such/folder"):
+        assert main(["eval", model]) == 2
+        assert_one_line(capsys, "builtin:finder, builtin:tiny-v32, builtin:tiny-glm")
 
 
-def test_the_finder_is_the_checkpoint_in_its_folder(
-    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(builtin, "FINDER_FOLDER", Path(checkpoint))
-    arguments = ["--context", "640", "--prompts", "2", "--keys", "2", "--seed", "5", "--device-kv", "20%", "--json"]
-    assert main(["eval", "builtin:finder", *arguments]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["model"] == "builtin:finder"
-    assert said["accuracy"]["hisparse"] == 1.0
+def test_a_share_is_of_the_most_kv_that_there_is_at_one_time() -> None:
+    # Eight long prompts hardly meet, as long as their answers are five tokens; eight short ones all do.
+    assert most_tokens([8192] * 8, answer_tokens=5) == 8192 + 5 * CHUNK_TOKENS
+    assert most_tokens([300] * 8, answer_tokens=5) == 8 * 300
+    assert most_tokens([8192], answer_tokens=5) == 8192
 
 
 def test_contexts_keep_their_order() -> None:
@@ -148,7 +141,7 @@ def test_contexts_keep_their_order() -> None:
 
 def test_what_a_model_says_is_shown_in_one_short_line() -> None:
     assert shortened(" 48213") == "48213"
-    assert shortened("4\n\n 2\x1b[31m") == "4 2\N{REPLACEMENT CHARACTER}[31m"
+    assert shortened("4\n\n 2\x1b[1m") == "4 2\N{REPLACEMENT CHARACTER}[1m"
     assert len(shortened("x" * 50)) == ANSWER_WIDTH
 
 

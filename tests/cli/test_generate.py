@@ -11,6 +11,7 @@ import pytest
 from hisparse.cli import session
 from hisparse.cli.main import main
 from hisparse.config import WriteBack
+from hisparse.offload.config import FileOptions
 
 FakeBackend = Any
 MODEL = "builtin:tiny-v32"
@@ -24,6 +25,7 @@ def test_it_prints_the_text_and_one_table(backend: FakeBackend, capsys: pytest.C
     for fact in (r"1 +5 +2 +250\.0 ms +12\.5 ms +length", "1.00 MiB .12.5% of the total.", "4 resident, 28 on host"):
         assert re.search(fact, table), fact
     assert "10 resident, 20 hot, 30 missed" in table
+    assert "5 tokens computed, 3 device, 2 host, 1 CPU tier, 4 files" in table
     assert "UNREACHABLE" not in table
     assert shown.err == ""
 
@@ -41,7 +43,7 @@ def test_every_line_of_the_table_fits_eighty_columns(
 def test_json_is_one_object_with_the_documented_keys(backend: FakeBackend, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", MODEL, "--prompt", "hello", "--json", "--verify"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert list(report) == ["requests", "kv", "rows", "moved", "spills", "preemptions", "verify"]
+    assert list(report) == ["requests", "kv", "rows", "moved", "reused", "spills", "preemptions", "verify"]
     assert report["requests"] == [
         {"prompt_tokens": 5, "output_tokens": 2, "text": "ok", "ttft_s": 0.25, "tpot_s": 0.0125}
     ]
@@ -56,6 +58,7 @@ def test_json_is_one_object_with_the_documented_keys(backend: FakeBackend, capsy
     }
     assert report["rows"] == {"resident": 10, "hot": 20, "miss": 30, "unreachable": 0}
     assert report["moved"] == {"host_to_device_bytes": 4096, "device_to_host_bytes": 1 << 20}
+    assert report["reused"] == {"device": 3, "host": 2, "cpu_tier": 1, "files": 4, "computed": 5}
     assert (report["spills"], report["preemptions"]) == (28, 2)
     assert report["verify"] == {"reference": "transformers", "identical": True, "max_logit_diff": 1e-6}
 
@@ -116,6 +119,8 @@ def test_options_reach_the_engine(backend: FakeBackend) -> None:
         "chunk_tokens": 100,
         "write_back": WriteBack.EAGER,
         "kv_dtype": "fp8_ds_mla",
+        "offload": None,
+        "parallel": None,
         "keep_logits": True,
         "fixed_shapes": True,
     }
@@ -130,6 +135,27 @@ def test_options_reach_the_engine(backend: FakeBackend) -> None:
         "stop_token_ids": (4,),
         "ignore_eos": True,
     }
+
+
+def test_several_processes_compute_a_model_that_this_one_loads_to_verify_only(backend: FakeBackend) -> None:
+    prompt = ["generate", MODEL, "--prompt", "hello", "--tp", "4"]
+    assert main(prompt) == 0
+    assert main([*prompt, "--host-backing", "private", "--verify"]) == 0
+    first, second = (engine.config.parallel for engine in backend.engines)
+    assert (first.num_ranks, first.device, first.backing.value) == (4, "cpu", "shared")
+    assert (second.num_ranks, second.device, second.backing.value) == (4, "cpu", "private")
+    assert [device for _, _, device in backend.loaded] == ["meta", "meta", "cpu"]
+
+
+def test_tiers_reach_the_engine_with_defaults_for_what_is_not_said(backend: FakeBackend) -> None:
+    prompt = ["generate", MODEL, "--prompt", "hello"]
+    assert main([*prompt, "--cpu-tier", "8MiB"]) == 0
+    assert main([*prompt, "--offload-dir", "kv"]) == 0
+    assert main([*prompt, "--offload-dir", "kv", "--offload-capacity", "1GiB", "--cpu-tier", "2MiB"]) == 0
+    memory, files, both = (engine.config.offload for engine in backend.engines)
+    assert (memory.cpu_bytes, memory.files) == (8 << 20, None)
+    assert (files.cpu_bytes, files.files) == (256 << 20, FileOptions((Path("kv"),), 16 << 30))
+    assert (both.cpu_bytes, both.files) == (2 << 20, FileOptions((Path("kv"),), 1 << 30))
 
 
 def test_where_nothing_may_leave_the_device_the_default_budget_holds_everything(backend: FakeBackend) -> None:

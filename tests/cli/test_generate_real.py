@@ -31,6 +31,8 @@ MISTAKES = {
     "too long": (MODELS[0], ["--prompt", "x", "--max-tokens", "131072"], "131073 tokens, prompt and output together"),
     "temperature": (MODELS[0], ["--prompt", "x", "--temperature", "-1"], "temperature -1.0"),
     "top-p": (MODELS[0], ["--prompt", "x", "--top-p", "0"], "top-p 0.0"),
+    "ranks": (MODELS[0], ["--prompt", "x", "--tp", "3"], "4 attention heads cannot be split over 3 ranks"),
+    "host backing": (MODELS[0], ["--prompt", "x", "--host-backing", "private"], "name their number with --tp"),
     "stop": (MODELS[0], ["--prompt", "x", "--stop", ""], "stop string is empty"),
 }
 
@@ -92,6 +94,18 @@ def test_most_kv_on_the_host_changes_nothing(model: str, prompt_file: str, capsy
     assert report["kv"]["device_bytes"] <= 330 << 10
     assert report["rows"]["unreachable"] == 0
     assert min(report["rows"]["miss"], report["spills"], report["moved"]["device_to_host_bytes"]) > 0
+
+
+def test_two_processes_say_the_same_over_one_host_pool(prompt_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    reports = []
+    for options in (["--tp", "1"], ["--tp", "2", "--verify"]):
+        assert main(["generate", MODELS[0], "--prompt-file", prompt_file, *SMALL, *options, "--json"]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    alone, together = reports
+    assert together["verify"]["identical"] is True
+    assert together["requests"][0]["text"] == alone["requests"][0]["text"]
+    assert together["kv"] == alone["kv"]
+    assert together["rows"] == alone["rows"]
 
 
 def test_piped_output_is_text_and_table_with_no_bars(prompt_file: str) -> None:

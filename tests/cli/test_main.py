@@ -35,12 +35,22 @@ def test_generate_help_names_every_option(capsys: pytest.CaptureFixture[str]) ->
         assert option in shown
 
 
+def test_chat_help_names_its_options_and_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--help"]) == 0
+    shown = capsys.readouterr().out
+    shared = set(OPTIONS) - {"--prompt", "--prompt-file", "--verify", "--json"}
+    for word in (*shared, "--context", "--metrics-port", "--offload-dir", "/quit", "/reset", "/stats", "Ctrl-C"):
+        assert word in shown
+
+
 def test_help_and_mistakes_do_not_wait_for_torch() -> None:
     program = (
         "import sys\n"
         "from hisparse.cli.main import main\n"
         "assert main(['generate', '--help']) == 0\n"
         "assert main(['generate', 'm', '--prompt', '']) == 2\n"
+        "assert main(['chat', '--help']) == 0\n"
+        "assert main(['chat', 'm', '--context', '8', '--metrics-port', '0']) == 2\n"
         "print('torch' in sys.modules, 'transformers' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -224,6 +224,7 @@ class OffloadMachine(RuleBasedStateMachine):
         request = self.model.requests.get(moving.request or "")
         if request is not None and request.loading == transfer_id:
             request.loading = None
+            request.patience_s = None
 
     def hear(self) -> None:
         """Take events; model what is overdue, and that each transfer is overdue and over once."""

@@ -15,8 +15,7 @@ from rich.console import Console
 
 from hisparse.cli.budget import Workload, check_budget, device_budget
 from hisparse.cli.eval_render import print_report
-from hisparse.cli.generate import Device
-from hisparse.cli.options import BUILTIN_PREFIX
+from hisparse.cli.options import BUILTIN_PREFIX, BlockSizeOption, Device, DeviceOption, DtypeOption, HostPoolOption
 from hisparse.cli.progress import EvalProgress, on_terminal
 from hisparse.config import parse_size
 from hisparse.errors import InputError
@@ -31,6 +30,8 @@ EXIT_DONE = 0
 EXIT_DIFFERENT = 1
 EXIT_INTERRUPTED = 130
 
+CHUNK_TOKENS = 512
+"""Prompt tokens of a step, of all prompts together."""
 HOT_FACTOR = 2
 STAGING_FACTOR = 4
 STAGING_SHARE = 4
@@ -59,7 +60,7 @@ class EvalOptions:
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint directory, or builtin:finder.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="builtin:finder, or a checkpoint directory.")],
     context: Annotated[
         str, typer.Option(metavar="N[,N...]", help="Tokens per prompt, the answer included; several lengths in turn.")
     ] = "8192",
@@ -69,29 +70,20 @@ def evaluate(
         str,
         typer.Option(
             metavar="SIZE",
-            help="Device memory for resident and hot KV: a size (4MiB), or a share (10%) of the KV of the prompts that "
-            "run at once, or all.",
+            help="Device memory for resident and hot KV: a size (4MiB), or a share (10%) of the most KV that is there "
+            "at a time, or all.",
         ),
     ] = "10%",
-    host_pool: Annotated[str, typer.Option(metavar="SIZE", help="Usable host memory for KV.")] = "1GiB",
+    host_pool: HostPoolOption = "1GiB",
     seed: Annotated[int, typer.Option(help="Seed of texts, names and values.")] = 0,
     stock: Annotated[bool, typer.Option("--stock", help="Ask stock transformers too; slow.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a plot of accuracy by context length, as SVG.")
     ] = None,
-    device: Annotated[Device, typer.Option(help="Where the model runs.")] = Device.CPU,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Element type of weights and KV. [default: float32 for built-in models, bfloat16 otherwise]",
-        ),
-    ] = None,
-    block_size: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Tokens per page. [default: 16 for built-in models, 64 otherwise]"),
-    ] = None,
+    device: DeviceOption = Device.CPU,
+    dtype: DtypeOption = None,
+    block_size: BlockSizeOption = None,
     max_running: Annotated[int, typer.Option(min=1, help="Prompts that run at once, at most.")] = 8,
 ) -> int:
     """Hide facts in long texts, ask for one of them, and compare the answers of several runs.
@@ -116,7 +108,7 @@ def evaluate(
         plot=plot,
         device=device.value,
         dtype=dtype or ("float32" if is_builtin else "bfloat16"),
-        block_size=block_size or (16 if is_builtin else 64),
+        block_size=(16 if is_builtin else 64) if block_size is None else block_size,
         max_running=max_running,
     )
     try:
@@ -146,6 +138,9 @@ def run(options: EvalOptions) -> "EvalReport":
     from hisparse.evaluation.questions import QuestionSet
 
     loaded = load_model(options.model, options.dtype, options.device)
+    longest = max(options.contexts)
+    if longest > loaded.max_tokens:
+        raise InputError(f"prompts of {longest} tokens do not fit {loaded.name}: it has {loaded.max_tokens} positions")
     asked = QuestionSet(options.contexts, options.num_keys, options.num_prompts, options.seed)
     questions = asked.questions(loaded.tokenizer.encode)
     total = sum(len(question.ids) for of_context in questions.values() for question in of_context)
@@ -174,7 +169,7 @@ def engine_config(options: EvalOptions, model: "ModelGeometry", questions: "Sequ
         hot_rows=hot_rows,
         staging_rows=staging_rows,
         num_running=num_running,
-        total_tokens=sum(lengths[:num_running]),
+        total_tokens=most_tokens(lengths[:num_running], max(question.answer_tokens for question in questions)),
     )
     slab_bytes = device_budget(options.device_kv, workload)
     if slab_bytes is not None:
@@ -188,9 +183,19 @@ def engine_config(options: EvalOptions, model: "ModelGeometry", questions: "Sequ
         hot_rows=hot_rows,
         staging_rows=staging_rows,
         max_running=num_running,
+        chunk_tokens=CHUNK_TOKENS,
         # Runs are compared token by token, and the same requests meet in other steps.
         fixed_shapes=True,
     )
+
+
+def most_tokens(lengths: "Sequence[int]", answer_tokens: int) -> int:
+    """How many tokens of the prompts that run at once have KV at one time, at most. `lengths`: the longest first.
+
+    The oldest prompt is read first. While it answers, a step reads a chunk of the others: answers are so short that few
+    prompts meet, and a share of all of them would be most of what is ever there.
+    """
+    return min(sum(lengths), lengths[0] + answer_tokens * CHUNK_TOKENS)
 
 
 def parse_contexts(text: str) -> tuple[int, ...]:

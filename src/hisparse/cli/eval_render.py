@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from hisparse.evaluation.report import ContextReport, EvalReport
 
 HISPARSE = "hisparse"
-ANSWER_WIDTH = 8
+ANSWER_WIDTH = 7
+"""With it, all columns of all runs fit a terminal of 80."""
 MAX_ANSWERS = 8
 """Prompts of a context that are shown one by one."""
 
@@ -42,8 +43,8 @@ def shortened(text: str) -> str:
 def _answers(report: "ContextReport") -> Table:
     hidden = len(report.questions) - MAX_ANSWERS
     table = _table(f"prompts of {report.context} tokens" + (f", {hidden} more are not shown" if hidden > 0 else ""))
-    table.add_column("the key of")
-    for title in ("is", *report.runs, "at token", "from host"):
+    table.add_column("key of")
+    for title in ("is", *report.runs, "token", "from host"):
         table.add_column(title, justify="right")
     for index, question in enumerate(report.questions[:MAX_ANSWERS]):
         said = [
@@ -56,8 +57,12 @@ def _answers(report: "ContextReport") -> Table:
 
 def _accuracy(report: "EvalReport") -> Table:
     asked = report.asked
-    table = _table(f"right answers: {asked.num_keys} keys, {asked.num_prompts} prompts, seed {asked.seed}")
-    for title in ("tokens", *report.accuracy, "KV on device", "from host", "time"):
+    seconds = sum(run.seconds for context in report.contexts for run in context.runs.values())
+    table = _table(
+        f"right answers: {asked.num_keys} keys, {asked.num_prompts} prompts, seed {asked.seed}, "
+        f"after {format_seconds(seconds)}"
+    )
+    for title in ("tokens", *report.accuracy, "device KV", "from host"):
         table.add_column(title, justify="right")
     for context in report.contexts:
         stats, needles = context.runs[HISPARSE].stats, context.needles
@@ -68,7 +73,6 @@ def _accuracy(report: "EvalReport") -> Table:
             *(f"{accuracy:.1%}" for accuracy in context.accuracy.values()),
             format_bytes(stats.kv.device_bytes),
             share,
-            format_seconds(sum(run.seconds for run in context.runs.values())),
         )
     return table
 

@@ -4,31 +4,47 @@ This file holds the options and nothing else; `hisparse.cli.session` runs them. 
 it must, so that help and most mistakes answer at once.
 """
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hisparse.cli.options import DeviceOptions, GenerateOptions, OutputOptions, SamplingOptions
+from hisparse.cli.options import (
+    BlockSizeOption,
+    ChunkSizeOption,
+    CpuTierOption,
+    Device,
+    DeviceKVOption,
+    DeviceOption,
+    DeviceOptions,
+    DtypeOption,
+    GenerateOptions,
+    HostBackingOption,
+    HostPoolOption,
+    HotRowsOption,
+    KVDtypeOption,
+    MetricsPortOption,
+    ModelArgument,
+    OffloadCapacityOption,
+    OffloadDirOption,
+    OutputOptions,
+    SamplingOptions,
+    SeedOption,
+    StagingRowsOption,
+    StopOption,
+    StopTokenOption,
+    TemperatureOption,
+    TensorParallelOption,
+    TopKOption,
+    TopPOption,
+    WriteBackOption,
+)
 from hisparse.cli.session import run_generate
-from hisparse.config import KVDtype, WriteBack
-
-
-class Device(Enum):
-    """Where the model and its device KV live."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
+from hisparse.config import WriteBack
 
 
 def generate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A checkpoint directory, builtin:finder, builtin:tiny-v32 or builtin:tiny-glm."
-        ),
-    ],
+    model: ModelArgument,
     prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A prompt; may be repeated.")] = None,
     prompt_file: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="A UTF-8 file with one prompt; may be repeated.")
@@ -37,58 +53,28 @@ def generate(
         list[str] | None, typer.Option(metavar="IDS", help="A prompt as token ids, 72,101,108; may be repeated.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per prompt, at most.")] = 64,
-    device: Annotated[Device, typer.Option(help="Where the model runs.")] = Device.CPU,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Element type of weights and KV: float32, bfloat16 or float16. [default: float32 for built-in "
-            "models, bfloat16 otherwise]",
-        ),
-    ] = None,
-    kv_dtype: Annotated[
-        KVDtype,
-        typer.Option(
-            help="How KV rows are stored: in the dtype of the weights, or packed in 656 bytes (latents of 512 + 64)."
-        ),
-    ] = "auto",
-    device_kv: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Device memory for resident and hot KV: a size (512KiB), a share of all KV (15%), or all. [default: "
-            "25%, or more where that is too little to decode every running request at once]",
-        ),
-    ] = None,
-    host_pool: Annotated[str, typer.Option(metavar="SIZE", help="Usable host memory for KV.")] = "1GiB",
-    hot_rows: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Device rows per request that cache host rows. [default: 2 x top-k]"),
-    ] = None,
-    staging_rows: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Device rows through which prefill reads host pages. [default: 4 x top-k]"),
-    ] = None,
-    block_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Tokens per page. [default: 16 for built-in models, 64 otherwise]"),
-    ] = None,
-    write_back: Annotated[
-        WriteBack,
-        typer.Option(help="Copy a full page to the host when its block is needed, as soon as it is full, or never."),
-    ] = WriteBack.PRESSURE,
+    device: DeviceOption = Device.CPU,
+    dtype: DtypeOption = None,
+    kv_dtype: KVDtypeOption = "auto",
+    device_kv: DeviceKVOption = None,
+    host_pool: HostPoolOption = "1GiB",
+    hot_rows: HotRowsOption = None,
+    staging_rows: StagingRowsOption = None,
+    block_size: BlockSizeOption = None,
+    write_back: WriteBackOption = WriteBack.PRESSURE,
+    cpu_tier: CpuTierOption = None,
+    offload_dir: OffloadDirOption = None,
+    offload_capacity: OffloadCapacityOption = None,
+    tp: TensorParallelOption = 1,
+    host_backing: HostBackingOption = None,
     max_running: Annotated[int, typer.Option(min=1, help="Requests that run at once, at most.")] = 8,
-    chunk_size: Annotated[int, typer.Option(min=1, help="Prompt tokens per step, at most.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that reach this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0 is all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Text that ends a request; may be repeated.")
-    ] = None,
-    stop_token: Annotated[
-        list[int] | None, typer.Option(metavar="ID", help="Token that ends a request; may be repeated.")
-    ] = None,
+    chunk_size: ChunkSizeOption = 512,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    seed: SeedOption = 0,
+    stop: StopOption = None,
+    stop_token: StopTokenOption = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate past the end-of-text token.")] = False,
     verify: Annotated[
         bool,
@@ -101,6 +87,7 @@ def generate(
     stream: Annotated[
         bool, typer.Option("--stream", help="Write the text of the only prompt as it comes, instead of bars.")
     ] = False,
+    metrics_port: MetricsPortOption = None,
 ) -> None:
     """Continue prompts with a DeepSeek-V3.2 or GLM-5 model while most of the KV cache is in host memory.
 
@@ -134,7 +121,12 @@ def generate(
             write_back=write_back,
             max_running=max_running,
             chunk_tokens=chunk_size,
+            cpu_tier=cpu_tier,
+            offload_dir=offload_dir,
+            offload_capacity=offload_capacity,
+            num_ranks=tp,
+            host_backing=host_backing,
         ),
-        output=OutputOptions(verify=verify, json=json, stream=stream),
+        output=OutputOptions(verify=verify, json=json, stream=stream, metrics_port=metrics_port),
     )
     raise typer.Exit(run_generate(options))

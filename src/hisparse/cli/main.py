@@ -15,6 +15,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from hisparse.cli.chat import chat
 from hisparse.cli.doctor import doctor
 from hisparse.cli.eval import evaluate
 from hisparse.cli.generate import generate
@@ -56,6 +57,7 @@ def _root(
 
 
 app.command(name="generate")(generate)
+app.command(name="chat")(chat)
 app.command(name="eval")(evaluate)
 app.command(name="doctor")(doctor)
 app.add_typer(kv)

@@ -12,6 +12,7 @@ from hisparse.cli.report import RunReport
 
 if TYPE_CHECKING:
     from hisparse.engine import EngineStats, RequestResult
+    from hisparse.engine.reuse import ReusedTokens
     from hisparse.engine.verify import Mismatch, VerifyResult
 
 NOT_MEASURED = "-"
@@ -35,6 +36,23 @@ def print_table(console: Console, report: RunReport) -> None:
     if report.verify is not None:
         table.add_row(_verdict(report.verify))
     console.print(table)
+
+
+def print_totals(console: Console, stats: "EngineStats") -> None:
+    """Write where the KV is and how it moved, without the table's other parts."""
+    console.print(_totals(stats))
+
+
+def describe_turn(result: "RequestResult") -> str:
+    """One line about one turn of a conversation: what of its prompt was reused and from where, and how fast it was."""
+    reused = result.reused
+    parts = [
+        f"reused: {reused.device} device, {reused.host} host, {reused.cpu_tier} cpu tier, {reused.files} files",
+        f"computed: {reused.computed}",
+        f"first token: {format_seconds(result.ttft_s)}",
+        f"{1 / result.tpot_s:.1f} tokens/s" if result.tpot_s else f"{NOT_MEASURED} tokens/s",
+    ]
+    return f"[{' | '.join(parts)}]"
 
 
 def describe_mismatch(mismatch: "Mismatch") -> str:
@@ -98,6 +116,7 @@ def _totals(stats: "EngineStats") -> Table:
         "KV on host": f"{format_bytes(kv.host_bytes)} in a pool of {format_bytes(kv.host_physical_bytes)}",
         "index keys": f"{format_bytes(kv.indexer_bytes)} on device",
         "pages": f"{kv.pages_resident} resident, {kv.pages_host} on host",
+        "prompts": _reused(stats.reused),
         "rows served": f"{rows.resident} resident, {rows.hot} hot, {rows.miss} missed",
         "moved": f"{format_bytes(moved.host_to_device_bytes)} to device, "
         f"{format_bytes(moved.device_to_host_bytes)} to host",
@@ -108,6 +127,13 @@ def _totals(stats: "EngineStats") -> Table:
     for name, value in lines.items():
         grid.add_row(name, value)
     return grid
+
+
+def _reused(reused: "ReusedTokens") -> str:
+    """Where the KV of prompts came from, those of which nothing came left out."""
+    places = {"device": reused.device, "host": reused.host, "CPU tier": reused.cpu_tier, "files": reused.files}
+    parts = [f"{count} {place}" for place, count in places.items() if count]
+    return ", ".join([f"{reused.computed} tokens computed", *parts])
 
 
 def _token(token: int | None) -> str:

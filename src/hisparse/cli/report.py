@@ -41,6 +41,7 @@ def report_json(report: RunReport) -> dict[str, Any]:
         ),
         "rows": _pick(stats.rows, "resident", "hot", "miss", "unreachable"),
         "moved": _pick(stats.moved, "host_to_device_bytes", "device_to_host_bytes"),
+        "reused": _pick(stats.reused, "device", "host", "cpu_tier", "files", "computed"),
         "spills": stats.spills,
         "preemptions": stats.preemptions,
         "verify": None if report.verify is None else _verify(report.verify),

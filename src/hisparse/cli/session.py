@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hisparse.cli.budget import EVERYTHING, Workload, check_budget, device_budget
-from hisparse.cli.options import GenerateOptions, SamplingOptions
+from hisparse.cli.metrics import metrics_for
+from hisparse.cli.options import DeviceOptions, GenerateOptions, OutputOptions, SamplingOptions
 from hisparse.cli.progress import RunProgress, VerifyProgress, on_terminal
-from hisparse.cli.prompts import encode_prompts, read_prompts
+from hisparse.cli.prompts import Prompt, encode_prompts, read_prompts
 from hisparse.cli.render import describe_mismatch, print_table, print_texts, visible
 from hisparse.cli.report import RunReport, report_json
 from hisparse.config import ModelGeometry, WriteBack, parse_size
 from hisparse.errors import InputError
 
 if TYPE_CHECKING:
-    from hisparse.engine import Engine, EngineConfig, LoadedModel, SamplingParams
+    from hisparse.engine import Engine, EngineConfig, EngineMeter, LoadedModel, SamplingParams, TensorParallel
     from hisparse.engine.verify import VerifyResult
+    from hisparse.offload.config import OffloadConfig
 
 EXIT_DONE = 0
 EXIT_DIFFERENT = 1
@@ -26,6 +28,10 @@ EXIT_INTERRUPTED = 130
 
 DEFAULT_HOT_FACTOR = 2
 DEFAULT_STAGING_FACTOR = 4
+DEFAULT_CPU_TIER = "256MiB"
+DEFAULT_OFFLOAD_CAPACITY = "16GiB"
+MAX_TIER_WRITES = 1024
+"""A run is short and its prompts are few: what could not be written at once would be missing from the next run."""
 
 
 def run_generate(options: GenerateOptions) -> int:
@@ -34,21 +40,29 @@ def run_generate(options: GenerateOptions) -> int:
     Raises `InputError` and `BackendError`, with everything that can be checked without a model checked first.
     """
     prompts = read_prompts(options.prompts, options.prompt_files, options.prompt_ids)
-    _check_options(options, len(prompts))
+    check_options(options.device)
+    _check_output(options.output, len(prompts))
 
-    from hisparse.engine import Engine, load_model
+    with metrics_for(options.output.metrics_port) as meter:
+        return _run(options, prompts, meter)
 
-    params = _sampling(options.sampling)
-    loaded = load_model(options.model, options.dtype, options.device.device)
+
+def _run(options: GenerateOptions, prompts: Sequence[Prompt], meter: "EngineMeter | None") -> int:
+    from hisparse.engine import Engine
+
+    params = sampling_params(options.sampling)
+    loaded = _load(options)
     prompt_ids = encode_prompts(prompts, loaded.tokenizer.encode)
     config = engine_config(options, loaded.geometry_for(options.device.kv_dtype), [len(ids) for ids in prompt_ids])
-    with Engine(loaded, config) as engine:
+    with Engine(loaded, config, meter=meter) as engine:
         for ids in prompt_ids:
             engine.add_request(ids, params)
         interrupted = not _drive(engine, options, prompt_ids)
         report = RunReport(engine.results(), engine.stats())
     if options.output.verify and not interrupted:
         try:
+            if config.parallel is not None:
+                loaded = _load(options, with_weights=True)
             report = RunReport(report.results, report.stats, _verify(loaded, prompt_ids, params, config, report))
         except KeyboardInterrupt:
             interrupted = True
@@ -57,6 +71,17 @@ def run_generate(options: GenerateOptions) -> int:
         print("hisparse: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return EXIT_DIFFERENT if report.verified_different else EXIT_DONE
+
+
+def _load(options: GenerateOptions, *, with_weights: bool = False) -> "LoadedModel":
+    """The model; where other processes compute it, without its weights, unless they are asked for."""
+    if options.device.num_ranks > 1 and not with_weights:
+        from hisparse.engine import describe_model
+
+        return describe_model(options.model, options.dtype)
+    from hisparse.engine import load_model
+
+    return load_model(options.model, options.dtype, options.device.device)
 
 
 def engine_config(options: GenerateOptions, model: ModelGeometry, prompt_tokens: Sequence[int]) -> "EngineConfig":
@@ -95,24 +120,52 @@ def engine_config(options: GenerateOptions, model: ModelGeometry, prompt_tokens:
         chunk_tokens=sizes.chunk_tokens,
         write_back=sizes.write_back,
         kv_dtype=sizes.kv_dtype,
+        offload=offload_config(sizes),
+        parallel=_parallel(sizes),
         keep_logits=options.output.verify,
         # Two runs are compared token by token, and the same requests meet in other steps.
         fixed_shapes=options.output.verify,
     )
 
 
-def _check_options(options: GenerateOptions, num_prompts: int) -> None:
-    check_budget(options.device.device_kv)
-    parse_size(options.device.host_pool, "host pool")
-    if options.device.block_size is not None and options.device.block_size <= 0:
-        raise InputError(f"block size {options.device.block_size} must be a power of two, such as 16 or 64")
-    if options.output.stream and options.output.json:
-        raise InputError("--stream and --json both want standard output: use one of them")
-    if options.output.stream and num_prompts > 1:
-        raise InputError(f"--stream follows one prompt, and there are {num_prompts}")
+def check_options(options: DeviceOptions) -> None:
+    """Raise `InputError` for sizes that are none: whatever can be told before a model is loaded."""
+    check_budget(options.device_kv)
+    parse_size(options.host_pool, "host pool")
+    if options.host_backing is not None and options.num_ranks == 1:
+        raise InputError("--host-backing is for several processes: name their number with --tp")
+    if options.offload_capacity is not None and options.offload_dir is None:
+        raise InputError("--offload-capacity is the capacity of a directory: name one with --offload-dir")
+    offload_config(options)
+    if options.block_size is not None and options.block_size <= 0:
+        raise InputError(f"block size {options.block_size} must be a power of two, such as 16 or 64")
 
 
-def _sampling(options: SamplingOptions) -> "SamplingParams":
+def _parallel(options: DeviceOptions) -> "TensorParallel | None":
+    if options.num_ranks == 1:
+        return None
+    from hisparse.engine import HostBacking, TensorParallel
+
+    backing = HostBacking.SHARED if options.host_backing is None else HostBacking(options.host_backing.value)
+    return TensorParallel(options.num_ranks, options.device, backing)
+
+
+def offload_config(options: DeviceOptions) -> "OffloadConfig | None":
+    """How KV is kept below the pools; None where it is not. Raises `InputError` for sizes that do not parse."""
+    if options.cpu_tier is None and options.offload_dir is None:
+        return None
+    from hisparse.offload.config import FileOptions, OffloadConfig
+
+    files = None
+    if options.offload_dir is not None:
+        capacity = parse_size(options.offload_capacity or DEFAULT_OFFLOAD_CAPACITY, "offload capacity")
+        files = FileOptions((options.offload_dir,), capacity)
+    cpu_bytes = parse_size(options.cpu_tier or DEFAULT_CPU_TIER, "CPU tier")
+    return OffloadConfig(cpu_bytes, max_tier_writes=MAX_TIER_WRITES, files=files)
+
+
+def sampling_params(options: SamplingOptions) -> "SamplingParams":
+    """The options as the engine takes them. Raises `InputError` for values out of range."""
     from hisparse.engine import SamplingParams
 
     return SamplingParams(
@@ -125,6 +178,13 @@ def _sampling(options: SamplingOptions) -> "SamplingParams":
         stop_token_ids=options.stop_token_ids,
         ignore_eos=options.ignore_eos,
     )
+
+
+def _check_output(options: OutputOptions, num_prompts: int) -> None:
+    if options.stream and options.json:
+        raise InputError("--stream and --json both want standard output: use one of them")
+    if options.stream and num_prompts > 1:
+        raise InputError(f"--stream follows one prompt, and there are {num_prompts}")
 
 
 def _drive(engine: "Engine", options: GenerateOptions, prompt_ids: Sequence[Sequence[int]]) -> bool:

@@ -2,8 +2,10 @@
 
 from hisparse.engine.config import EngineConfig
 from hisparse.engine.engine import Engine, RequestResult
-from hisparse.engine.models import LoadedModel, load_model
+from hisparse.engine.meter import EngineMeter
+from hisparse.engine.models import LoadedModel, describe_model, load_model
 from hisparse.engine.output import StepOutput, TokenOutput
+from hisparse.engine.parallel import HostBacking, TensorParallel
 from hisparse.engine.request import FinishReason
 from hisparse.engine.sampler import SamplingParams
 from hisparse.engine.stats import EngineStats
@@ -11,12 +13,16 @@ from hisparse.engine.stats import EngineStats
 __all__ = [
     "Engine",
     "EngineConfig",
+    "EngineMeter",
     "EngineStats",
     "FinishReason",
+    "HostBacking",
     "LoadedModel",
     "RequestResult",
     "SamplingParams",
     "StepOutput",
+    "TensorParallel",
     "TokenOutput",
+    "describe_model",
     "load_model",
 ]

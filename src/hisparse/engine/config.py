@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from typing import get_args
 
 from hisparse.config import GIB, CacheConfig, CachePlan, KVDtype, ModelGeometry, WriteBack, plan_cache
+from hisparse.engine.parallel import TensorParallel
 from hisparse.errors import InputError, InvariantError
 from hisparse.geometry import ceil_div, device_blocks
 from hisparse.kernels.attention_libraries import AttentionChoice
+from hisparse.offload.config import OffloadConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +18,11 @@ class EngineConfig:
     `slab_bytes` None makes a slab that holds everything, so that nothing is ever spilled. `hot_rows` None is twice
     top-k, `staging_rows` None four times. `chunk_tokens` bounds the prompt tokens of a step. `indexer_tokens` None
     holds `max_running` requests of the longest kind. `kv_dtype` "auto" stores rows in the model's dtype. `attention`
-    names what computes decode rows on a GPU. `copy_delay` makes the CPU backend's copies late by up to so many steps,
-    chosen by `seed`, as copies on a GPU are. `debug` checks all invariants after every step.
+    names what computes decode rows on a GPU. `offload` keeps KV below the pools, in memory and in files; `prefix_salt`
+    is a secret that keys of prefixes depend on, for tenants who do not trust each other. `parallel` has several ranks
+    compute the model, in processes of their own. `copy_delay` makes the CPU
+    backend's copies late by up to so many steps, chosen by `seed`, as copies on a GPU are. `debug` checks all
+    invariants after every step.
     """
 
     max_tokens: int
@@ -32,6 +37,9 @@ class EngineConfig:
     write_back: WriteBack = WriteBack.PRESSURE
     kv_dtype: KVDtype = "auto"
     attention: AttentionChoice = "auto"
+    offload: OffloadConfig | None = None
+    prefix_salt: str = ""
+    parallel: TensorParallel | None = None
     copy_delay: int = 0
     seed: int = 0
     keep_logits: bool = False

@@ -6,34 +6,52 @@ schedule → bind, start transfers → forward → sample → report → complet
 import itertools
 import time
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 import torch
 
-from hisparse.cache.prefix import root_key
-from hisparse.connector import HiSparseConnector
-from hisparse.engine.batch import ScheduledTokens, build_batch
+from hisparse.connector import KVConnector, MultiConnector
+from hisparse.engine.batch import ScheduledTokens
 from hisparse.engine.config import EngineConfig
+from hisparse.engine.executor import (
+    CacheSpec,
+    Choice,
+    Draw,
+    Executor,
+    InProcessExecutor,
+    ModelRank,
+    StepWork,
+)
 from hisparse.engine.hooks import DsaModelRunner
+from hisparse.engine.meter import EngineMeter
 from hisparse.engine.models import LoadedModel
-from hisparse.engine.observer import SelectionObserver, SelectionWatch
+from hisparse.engine.observer import SelectionObserver
+from hisparse.engine.offload import EngineOffload
 from hisparse.engine.output import StepOutput, TextStream, TokenOutput
-from hisparse.engine.request import FinishReason, Request
-from hisparse.engine.sampler import SamplingParams, sample
+from hisparse.engine.request import FinishReason, Request, RequestStatus
+from hisparse.engine.reuse import ReusedTokens
+from hisparse.engine.revision import check_weights, model_identity
+from hisparse.engine.sampler import SamplingParams
 from hisparse.engine.scheduler import ScheduledStep, Scheduler
 from hisparse.engine.stats import BytesMoved, EngineStats, KVUse, PageWatch, RowUse
+from hisparse.engine.tp import ProcessExecutor
 from hisparse.errors import InputError, InvariantError
-from hisparse.kernels.triton_ops import require_triton
-from hisparse.worker import Backend, CopyDelay, CpuBackend, HiSparseWorker
+from hisparse.offload.engine_layout import ModelIdentity
+from hisparse.worker import Backend, HiSparseWorker
+
+IDLE_SECONDS = 0.0002
+"""How long a step takes that has nothing to compute, where what it waits for may be read by other threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
     """A request's outcome, finished or so far. Times in seconds; `tpot_s` is the mean after the first token.
 
-    `logits`: float32 `[vocab]` for each output token, kept only when the engine was asked to.
+    `reused`: where the KV of the prompt came from. `logits`: float32 `[vocab]` for each output token, kept only when
+    the engine was asked to.
     """
 
     request_id: str
@@ -43,6 +61,7 @@ class RequestResult:
     finish_reason: FinishReason | None
     ttft_s: float | None
     tpot_s: float | None
+    reused: ReusedTokens = field(default_factory=ReusedTokens)
     logits: tuple[torch.Tensor, ...] = ()
 
 
@@ -59,14 +78,17 @@ class Engine:
         *,
         backend: Backend | None = None,
         observer: SelectionObserver | None = None,
+        meter: EngineMeter | None = None,
     ) -> None:
         """Take the memory of all caches and hook the model.
 
-        `backend`: the machine, by default the one that the model's device is of. `observer` is shown what is selected.
+        `backend`: the machine, by default the one that the model's device is of. `observer` is shown what is selected,
+        `meter` is told of steps and requests.
 
         Raises `InputError` when `config.max_tokens` is more than the model has positions, an option is outside its
-        range or the model's rows cannot be stored as `config.kv_dtype`, `CapacityError` for budgets that cannot run
-        one request, `BackendError` when memory cannot be had.
+        range, the model's rows cannot be stored as `config.kv_dtype` or a directory for files cannot be used,
+        `CapacityError` for budgets that cannot run one request or keep one chunk, `BackendError` when memory cannot be
+        had.
         """
         if config.max_tokens > loaded.max_tokens:
             raise InputError(
@@ -76,21 +98,21 @@ class Engine:
         self.loaded = loaded
         self.config = config
         self.plan = config.plan(loaded.geometry_for(config.kv_dtype))
-        root = root_key(loaded.name, self.plan.model.row.name, config.block_size)
-        self.scheduler = Scheduler(self.plan, config.chunk_tokens, root)
-        backend = backend if backend is not None else default_backend(loaded, config)
-        self.worker = HiSparseWorker(self.plan, self.scheduler.kv.staging, backend=backend)
-        self.connector = HiSparseConnector.for_worker(self.worker)
-        self._watch_selections = None
-        if observer is not None:
-            self._watch_selections = SelectionWatch(observer, self.worker.tables.block_tables(), config.block_size)
-        self.runner = _runner(loaded, self.worker, config, self._watch_selections)
+        self._num_swaps = 0
+        self._failed = self._closed = False
+        self._offload: EngineOffload | None = None
+        self.executor = _make_executor(loaded, config, backend, observer)
+        try:
+            self._open_caches()
+        except BaseException:
+            self._failed = True
+            self.close()
+            raise
         self._requests: dict[str, Request] = {}
         self._texts: dict[str, TextStream] = {}
         self._ids = itertools.count()
         self._watch = PageWatch()
-        self._closed = False
-        self._failed = False
+        self._meter = meter
 
     # Requests.
 
@@ -117,7 +139,103 @@ class Engine:
         """End a request early; what it has generated stays in its result. Raises `InputError` for an unknown id."""
         if request_id not in self._requests:
             raise InputError(f"there is no request {request_id!r} to abort")
-        self.scheduler.finish(self._requests[request_id])
+        self._end(self._requests[request_id])
+
+    def take_result(self, request_id: str) -> RequestResult:
+        """The result of a request that has ended, which is forgotten with it. Raises `InputError` for another one.
+
+        For engines that live long: until then, everything that was ever asked is kept.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.status is not RequestStatus.FINISHED:
+            raise InputError(f"there is no request {request_id!r} that has ended")
+        result = self._result(request)
+        del self._requests[request_id], self._texts[request_id]
+        return result
+
+    # What was computed before.
+
+    def settle(self) -> bool:
+        """Have copies for the tiers that were planned carried out and end, between two steps. Whether they do in time.
+
+        For whoever looks at the tiers: an engine that goes on needs no such wait.
+        """
+        return self._offload is None or self._offload.settle()
+
+    def reset_prefix_cache(self, *, tiers: bool = False) -> None:
+        """Forget what finished requests left in the pools, and with `tiers` what is kept below them.
+
+        Requests that run keep what they have. Files stay where they are, and this engine reads none of them any more.
+        """
+        self.scheduler.reset_prefix_cache(tiers)
+
+    def swap_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Go on with other weights, between two steps: nothing that was computed with the former ones is read again.
+
+        `weights`: the model's whole state, by name. Running requests keep what they have generated, and compute their
+        KV anew. Raises `InputError` when names or shapes are not the model's, and then nothing has changed. An engine
+        whose swap failed otherwise can only be closed.
+        """
+        self._check_usable()
+        executor = self.executor
+        if not isinstance(executor, InProcessExecutor):
+            raise InputError("several ranks cannot change their weights while they run: make an engine anew")
+        model = self.loaded.model
+        check_weights(model, weights)
+        self._failed = True
+        model.load_state_dict(weights)
+        self._num_swaps += 1
+        identity = self._identify()
+        self.scheduler.invalidate(identity.root)
+        if self._offload is not None:
+            self._offload.use_model(identity)
+        executor.reload()
+        self._failed = False
+
+    def _identify(self) -> ModelIdentity:
+        # Where nothing outlives the engine, it need only tell its own weights apart.
+        kept = self.config.offload is not None
+        revision = self.executor.revision() if kept else f"swap {self._num_swaps}"
+        return model_identity(self.loaded, self.plan, self.config.prefix_salt, revision)
+
+    def _open_caches(self) -> None:
+        """The scheduler's books, the tiers, and the memory of all ranks."""
+        config, executor, identity = self.config, self.executor, self._identify()
+        offload = None
+        if config.offload is not None:
+            in_process = config.parallel is None
+            offload = EngineOffload(self.plan, config.offload, identity, executor.num_ranks, in_process=in_process)
+        self._offload = offload
+        source = offload.source if offload is not None else None
+        self.scheduler = Scheduler(self.plan, config.chunk_tokens, identity.root, executor.num_ranks, source=source)
+        caches = CacheSpec(self.plan, tuple(self.scheduler.kv.staging), offload.spec if offload is not None else None)
+        digests = executor.open(caches, offload.regions if offload is not None else None)
+        if offload is not None:
+            offload.connect(executor.move, digests)
+            self.scheduler.connector = MultiConnector((self.scheduler.connector, offload.scheduler_connector))
+
+    # The rank of an engine whose only one is in this process; `InvariantError` where there are others.
+
+    @property
+    def worker(self) -> HiSparseWorker:
+        """The caches."""
+        return self._own_rank.worker
+
+    @property
+    def connector(self) -> KVConnector:
+        """The connector's worker role."""
+        return self._own_rank.connector
+
+    @property
+    def runner(self) -> DsaModelRunner:
+        """The model and its hooks."""
+        return self._own_rank.runner
+
+    @property
+    def _own_rank(self) -> ModelRank:
+        if not isinstance(self.executor, InProcessExecutor):
+            raise InvariantError(f"the {self.executor.num_ranks} ranks of this engine are other processes")
+        return self.executor.rank
 
     # Steps.
 
@@ -131,61 +249,73 @@ class Engine:
 
         A step that fails leaves rows half written, so after one the engine can only be closed.
         """
-        if self._closed or self._failed:
-            raise InvariantError("this engine was closed" if self._closed else "a step of this engine failed")
+        self._check_usable()
         self._failed = True
+        started = time.perf_counter()
         output = self._step()
         self._failed = False
+        if self._meter is not None:
+            self._meter.see_step(self, output, time.perf_counter() - started)
         return output
+
+    def _check_usable(self) -> None:
+        if self._closed or self._failed:
+            raise InvariantError("this engine was closed" if self._closed else "a step of this engine failed")
 
     def _step(self) -> StepOutput:
         step = self.scheduler.schedule()
-        self.connector.bind_connector_metadata(step.meta)
-        self.connector.start_load_kv()
-        chosen = [] if step.is_empty else self._forward(step)
-        self.connector.wait_for_save()
-        report = self.connector.build_connector_worker_meta()
-        self.connector.clear_connector_metadata()
+        work, requests = self._work_of(step)
+        if step.is_empty and self._offload is not None:
+            # Whoever waits for files lets the threads have the interpreter that read them.
+            time.sleep(IDLE_SECONDS)
+        done = self.executor.execute(work)
         self._see_pages()
         self.scheduler.complete(step)
-        self.scheduler.update(report)
-        tokens = tuple(self._take_token(request, token) for request, token in chosen)
+        for report in done.reports:
+            self.scheduler.update(report)
+        tokens = tuple(self._take_choice(requests[choice.item], choice) for choice in done.choices)
         if any(token.finish_reason for token in tokens):
             self.scheduler.restore_idle()
         if self.config.debug:
             self._assert_invariants()
         return StepOutput(sum(count for _, count in step.prefills), len(step.decodes), tokens)
 
-    def _forward(self, step: ScheduledStep) -> list[tuple[Request, int]]:
-        """Compute the step and choose a token for every request whose tokens are now all computed."""
-        work = [(request, 1, True) for request in step.decodes]
-        work += [(request, count, False) for request, count in step.prefills]
+    def _work_of(self, step: ScheduledStep) -> tuple[StepWork, list[Request]]:
+        """A step as its ranks are told of it, and whose its items are."""
+        chosen = [(request, 1, True) for request in step.decodes]
+        chosen += [(request, count, False) for request, count in step.prefills]
         items = []
-        for request, count, is_decode in work:
+        for request, count, is_decode in chosen:
             start = request.num_computed
             wants_logits = start + count == len(request.tokens)
             token_ids = request.tokens[start : start + count]
             items.append(ScheduledTokens(request.slot, token_ids, start, wants_logits, is_decode))
-        if self._watch_selections is not None:
-            self._watch_selections.begin_step([request.request_id for request, _, _ in work], items)
-        batch = build_batch(items)
-        logits = self.runner.run(batch)
-        requests = [work[index][0] for index in batch.logit_items]
-        if self.config.keep_logits:
-            for request, row in zip(requests, logits, strict=True):
-                request.logits.append(row.clone())
-        tokens = sample(logits, [r.params for r in requests], [r.num_output for r in requests]) if requests else []
-        return list(zip(requests, tokens, strict=True))
+        requests = [request for request, _, _ in chosen]
+        work = StepWork(
+            meta=step.meta,
+            items=tuple(items),
+            draws=tuple(Draw(request.params, request.num_output) for request in requests),
+            names=tuple(request.request_id for request in requests),
+            keeps_logits=self.config.keep_logits,
+        )
+        return work, requests
 
     def _assert_invariants(self) -> None:
         self.scheduler.assert_invariants()
-        if missing := self.worker.tables.num_missing():
+        if missing := self.executor.num_missing():
             raise InvariantError(f"{missing} rows of this or an earlier step had no block to go to")
 
+    def _take_choice(self, request: Request, choice: Choice) -> TokenOutput:
+        if choice.logits is not None:
+            request.logits.append(choice.logits)
+        return self._take_token(request, choice.token)
+
     def _take_token(self, request: Request, token: int) -> TokenOutput:
-        now = time.monotonic()
-        request.first_token = request.first_token or now
-        request.last_token = now
+        request.last_token = time.monotonic()
+        if request.first_token is None:
+            request.first_token = request.last_token
+            if self._meter is not None:
+                self._meter.see_first_token(request)
         request.tokens.append(token)
         stream = self._texts[request.request_id]
         is_end = token in request.params.stop_token_ids
@@ -197,8 +327,14 @@ class Engine:
             request.finish_reason = FinishReason.LENGTH
         if request.finish_reason is not None:
             text += stream.flush()
-            self.scheduler.finish(request)
+            self._end(request)
         return TokenOutput(request.request_id, token, text, request.finish_reason)
+
+    def _end(self, request: Request) -> None:
+        is_over = request.status is RequestStatus.FINISHED
+        self.scheduler.finish(request)
+        if self._meter is not None and not is_over:
+            self._meter.see_end(self, request)
 
     def _see_pages(self) -> None:
         kv, coordinator = self.scheduler.kv, self.scheduler.coordinator
@@ -225,12 +361,13 @@ class Engine:
             finish_reason=request.finish_reason,
             ttft_s=ttft,
             tpot_s=tpot,
+            reused=replace(request.reused),
             logits=tuple(request.logits),
         )
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made. Waits for the device."""
-        counters = self.worker.counters()
+        counters = self.executor.counters()
         plan, totals = self.plan, self.scheduler.coordinator.totals
         kv = KVUse(
             total_bytes=self._watch.total_bytes(plan.device),
@@ -238,20 +375,33 @@ class Engine:
             staging_bytes=plan.staging_blocks * plan.device.payload_bytes,
             indexer_bytes=plan.num_indexer_blocks * plan.indexer.payload_bytes,
             host_bytes=self._watch.host * plan.host.payload_bytes,
-            host_physical_bytes=self.worker.host_pool.physical_bytes,
+            host_physical_bytes=self.executor.host_physical_bytes,
             pages_resident=self._watch.resident,
             pages_host=self._watch.host,
         )
         rows = RowUse(*(counters[name] for name in ("resident", "hot", "miss", "unreachable")))
         moved = BytesMoved(counters["host_to_device_bytes"], counters["device_to_host_bytes"])
-        return EngineStats(kv, rows, moved, totals.spills, totals.restores, self.scheduler.num_preemptions)
+        return EngineStats(
+            kv=kv,
+            rows=rows,
+            moved=moved,
+            spills=totals.spills,
+            restores=totals.restores,
+            preemptions=self.scheduler.num_preemptions,
+            reused=replace(self.scheduler.reused),
+            tiers=() if self._offload is None else self._offload.tiers(),
+        )
 
     def close(self) -> None:
-        """Unhook the model and give the memory back. Idempotent."""
+        """Unhook the model, have files keep what they should, and give the memory back. Idempotent."""
         if not self._closed:
             self._closed = True
-            self.runner.uninstall()
-            self.connector.shutdown()
+            with ExitStack() as last:
+                if self._offload is not None:
+                    last.callback(self._offload.close)
+                last.callback(self.executor.close)
+                if self._offload is not None:
+                    self._offload.finish(after_failure=self._failed)
 
     def __enter__(self) -> "Engine":
         if self._closed:
@@ -264,22 +414,11 @@ class Engine:
         self.close()
 
 
-def default_backend(loaded: LoadedModel, config: EngineConfig) -> Backend:
-    """The backend of the device that the model lies on. Raises `BackendError` for a GPU without Triton."""
-    if loaded.model.device.type == "cpu":
-        return CpuBackend(CopyDelay(config.seed, config.copy_delay))
-    require_triton()
-    # Loaded where it is used: without a GPU neither its driver nor its compilers need be there.
-    from hisparse.worker.cuda import CudaBackend
-
-    return CudaBackend(loaded.model.device)
-
-
-def _runner(
-    loaded: LoadedModel, worker: HiSparseWorker, config: EngineConfig, watch: SelectionWatch | None
-) -> DsaModelRunner:
-    if loaded.model.device.type == "cpu":
-        return DsaModelRunner(loaded, worker, watch)
-    from hisparse.engine.cuda_runner import CudaModelRunner
-
-    return CudaModelRunner(loaded, worker, config, watch)
+def _make_executor(
+    loaded: LoadedModel, config: EngineConfig, backend: Backend | None, observer: SelectionObserver | None
+) -> Executor:
+    if config.parallel is None:
+        return InProcessExecutor(loaded, config, backend, observer)
+    if backend is not None or observer is not None:
+        raise InputError("ranks in processes of their own take neither a backend nor an observer of this one")
+    return ProcessExecutor(loaded, config, config.parallel)

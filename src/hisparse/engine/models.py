@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hisparse.config import KVDtype, ModelGeometry
-from hisparse.engine.builtin import BUILTIN_MODELS, BUILTIN_PREFIX, FINDER, FINDER_FOLDER, builtin_model
+from hisparse.engine.builtin import BUILTIN_MODELS, BUILTIN_PREFIX, FINDER, FINDER_FOLDER, builtin_config, builtin_model
 from hisparse.engine.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer
 from hisparse.errors import BackendError, InputError
 from hisparse.geometry import ELEMENT_BYTES, latent_row
@@ -85,6 +85,35 @@ def load_model(name_or_path: str, dtype: str = "float32", device: str = "cpu") -
     read_config(path)
     model = _load_weights(path, torch_dtype)
     return _loaded(name_or_path, model.to(device), _load_tokenizer(path, model.config), dtype)
+
+
+def describe_model(name_or_path: str, dtype: str = "float32") -> LoadedModel:
+    """As `load_model`, without the weights: `model` lies on torch's meta device and computes nothing.
+
+    For a process that drives others, in which the weights are. Raises `InputError` as `load_model` does, except for
+    what is wrong with weights.
+    """
+    torch_dtype = parse_dtype(dtype)
+    if name_or_path.startswith(BUILTIN_PREFIX) and name_or_path != FINDER:
+        return _loaded(
+            name_or_path, _without_weights(builtin_config(name_or_path), torch_dtype), ByteTokenizer(), dtype
+        )
+    path = FINDER_FOLDER if name_or_path == FINDER else Path(name_or_path)
+    read_config(path)
+    from transformers import AutoConfig
+
+    try:
+        model = _without_weights(AutoConfig.from_pretrained(path, local_files_only=True), torch_dtype)
+    except Exception as error:  # transformers raises many types for a configuration that it cannot use
+        raise InputError(f"the configuration of {path} cannot be used: {_one_line(error)}") from error
+    return _loaded(name_or_path, model, _load_tokenizer(path, model.config), dtype)
+
+
+def _without_weights(config: Any, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
 
 
 def read_config(path: Path) -> dict[str, Any]:

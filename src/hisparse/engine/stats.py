@@ -1,9 +1,15 @@
 """What a run did, in numbers."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
+from hisparse.engine.reuse import ReusedTokens
 from hisparse.geometry import BlockGeometry
+from hisparse.offload.stats import OffloadStats
+
+if TYPE_CHECKING:
+    from hisparse.cache.groups import GroupKind
+    from hisparse.offload.manager import OffloadManager
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +55,33 @@ class BytesMoved:
 
 
 @dataclass(frozen=True, slots=True)
+class TierUse:
+    """What the tiers below the pools did for one group of KV, and how full its CPU tier is. Bytes of payload.
+
+    `num_evicted`: chunks that left the CPU tier for others.
+    """
+
+    group: str
+    traffic: OffloadStats
+    used_bytes: int
+    free_bytes: int
+    num_evicted: int
+
+    @classmethod
+    def of(cls, group: "GroupKind", manager: "OffloadManager", chunk_bytes: int) -> "TierUse":
+        """As the manager's books, which change while it is used, stand now."""
+        cpu = manager.cpu
+        used = (cpu.num_blocks - cpu.num_free) * chunk_bytes
+        return cls(group.value, replace(manager.stats), used, cpu.num_free * chunk_bytes, cpu.num_evicted)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Everything that an engine counts. `spills` and `restores` count pages, `preemptions` requests sent back."""
+    """Everything that an engine counts. `spills` and `restores` count pages, `preemptions` requests sent back.
+
+    `reused`: tokens of all prompts that were computed, by where their KV came from. `tiers`: one for each group that
+    is kept below the pools.
+    """
 
     kv: KVUse
     rows: RowUse
@@ -58,6 +89,8 @@ class EngineStats:
     spills: int
     restores: int
     preemptions: int
+    reused: ReusedTokens = field(default_factory=ReusedTokens)
+    tiers: tuple[TierUse, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The same as nested dictionaries of numbers."""

@@ -141,7 +141,7 @@ def _resident_runs(
     config: EngineConfig,
     progress: Callable[[str, int, int], None],
 ) -> list[RequestResult]:
-    everything = replace(config, slab_bytes=None, keep_logits=True, copy_delay=0)
+    everything = replace(config, slab_bytes=None, keep_logits=True, copy_delay=0, offload=None)
     with Engine(loaded, everything) as engine:
         for prompt, param in zip(prompts, params, strict=True):
             engine.add_request(prompt, param)

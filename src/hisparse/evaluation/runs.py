@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hisparse.engine import Engine, EngineConfig, EngineStats, LoadedModel, SamplingParams
-from hisparse.engine.engine import default_backend
+from hisparse.engine.executor import default_backend
 from hisparse.engine.stock import stock_generate, stock_model
 from hisparse.errors import InvariantError
 from hisparse.evaluation.broken import BrokenHostBackend

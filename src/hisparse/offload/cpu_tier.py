@@ -30,7 +30,8 @@ class Entry:
     """One chunk in one block. Only `CpuTier` changes the fields, `is_below` excepted.
 
     `references`: copies, claims and the filler that need the block. `due_s`: when a chunk that is coming is no longer
-    worth waiting for. `is_below`: the tier below has the bytes too; the manager sets it.
+    worth waiting for. `is_below`: the tier below has the bytes too; `came_from_below`: it filled this block with them.
+    The manager sets both.
     """
 
     key: bytes
@@ -39,6 +40,7 @@ class Entry:
     state: EntryState = EntryState.COMING
     references: int = 1
     is_below: bool = False
+    came_from_below: bool = False
 
 
 class CpuTier:

@@ -10,7 +10,7 @@ every worker carries out; `prepare_store` as chunks are computed; `finish`. `rep
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from itertools import islice
 
 from hisparse.errors import InvariantError
@@ -51,14 +51,16 @@ class OffloadManager:
         num_workers: int,
         below: Below | None = None,
         clock: Callable[[], float] = time.monotonic,
+        last_transfer_id: int = 0,
     ) -> None:
+        """`last_transfer_id`: that of the manager whose place it takes before the same workers."""
         self.config = config
         self.stats = OffloadStats()
         self.cpu = CpuTier(num_blocks, make_policy(config.policy, num_blocks))
         self._below = below
         self._clock = clock
         self._traffic = None if below is None else TierTraffic(self.cpu, below, config, self.stats)
-        self._log = TransferLog(num_workers)
+        self._log = TransferLog(num_workers, last_transfer_id)
         self._requests: dict[str, RequestState] = {}
         self._events: list[TransferEvent] = []
         self._num_storing = 0
@@ -70,7 +72,8 @@ class OffloadManager:
         """How much of the chain `keys` can be loaded, from its first chunk on.
 
         A HIT stays true until the request loads, asks again or is finished. PENDING and RETRY come for
-        `lookup_deadline_s` after the request's first lookup at most. Raises `InvariantError` while a load is open.
+        `lookup_deadline_s` at most, after the request's first lookup and after each load that succeeded: a prefix
+        larger than the CPU tier comes up in pieces. Raises `InvariantError` while a load is open.
         """
         state = self._requests.setdefault(request, RequestState())
         if state.load is not None:
@@ -93,6 +96,23 @@ class OffloadManager:
             return Lookup(status, ready)
         state.claim(self.cpu, islice(self.cpu.present(keys), ready))
         return Lookup(LookupStatus.HIT if ready else LookupStatus.MISS, ready)
+
+    def num_claimed(self, request: str) -> int:
+        """How many chunks the last lookup found in the CPU tier or on their way into it: what waiting may come to."""
+        state = self._requests.get(request)
+        return len(state.claims) if state is not None else 0
+
+    def is_loadable(self, request: str, num_chunks: int) -> bool:
+        """Whether `prepare_load` of so many chunks would begin a transfer now."""
+        state = self._requests.get(request)
+        if state is None or state.load is not None or num_chunks > len(state.claims):
+            return False
+        return all(entry.state is EntryState.READY for entry in islice(state.claims.values(), num_chunks))
+
+    def came_from_below(self, request: str) -> Set[bytes]:
+        """The chunks that this request waited for while they came up from the tier below, whoever asked for them."""
+        state = self._requests.get(request)
+        return state.awaited if state is not None else frozenset()
 
     def prepare_load(self, request: str, num_chunks: int) -> RegionTransfer | None:
         """Begin to load the first `num_chunks` that the last lookup gave, and give back the rest of them.
@@ -197,14 +217,16 @@ class OffloadManager:
             self.cpu.drop(entry)
 
     def close(self, deadline_s: float) -> int:
-        """Wait for what goes to or comes from the tier below, then close it, all within `deadline_s`.
+        """Have the tier below keep all that the CPU tier does, as far as that goes in half of `deadline_s`, then wait
+        for what goes to or comes from there and close it, all within `deadline_s`.
 
         Returns how many transfers and tier accesses are not over even then; their blocks may still be written.
         """
         if self._traffic is None or self._below is None:
             return len(self._log)
         started_s = time.monotonic()
-        unfinished = self._traffic.drain(deadline_s)
+        self._flush(self._traffic, started_s + deadline_s / 2)
+        unfinished = self._traffic.drain(max(0.0, deadline_s - (time.monotonic() - started_s)))
         self._below.tier.close(max(0.0, deadline_s - (time.monotonic() - started_s)))
         return unfinished + len(self._log)
 
@@ -212,36 +234,54 @@ class OffloadManager:
 
     def _wait_for(self, state: RequestState, keys: Sequence[bytes], ready: int, now_s: float) -> LookupStatus | None:
         """What more than the ready chunks is worth waiting for; None when nothing is."""
-        if self._traffic is not None and state.probed is None:
-            state.probed = tuple(key for key in keys[ready:] if self.cpu.get(key) is None)
-            state.probe = self._traffic.probe(state.probed) if state.probed else None
-        if self._traffic is not None and state.probe is not None and state.probed is not None:
-            if not state.probe.done():
-                return LookupStatus.RETRY
-            found = state.probed[: self._traffic.found(state.probe)]
-            state.probe = None
-            self._promote(keys, frozenset(found), now_s)
+        if self._traffic is not None:
+            if state.probe is None:
+                self._ask(self._traffic, state, keys[ready:])
+            if state.probe is not None:
+                if not state.probe.done():
+                    return LookupStatus.RETRY
+                state.found.update(state.probing[: self._traffic.found(state.probe)])
+                state.probe, state.may_promote = None, True
+            # Once an answer and once a load: a request that was told to go on is not made to wait again.
+            if state.may_promote and state.found:
+                state.may_promote = False
+                self._promote(self._traffic, state, keys, now_s)
         first = self.cpu.get(keys[ready])
-        return LookupStatus.PENDING if first is not None and now_s < first.due_s else None
+        if first is None or now_s >= first.due_s:
+            return None
+        coming = (entry for entry in self.cpu.present(keys) if entry.state is EntryState.COMING)
+        state.awaited.update(entry.key for entry in coming if entry.came_from_below)
+        return LookupStatus.PENDING
 
-    def _promote(self, keys: Sequence[bytes], found: frozenset[bytes], now_s: float) -> None:
-        """Bring the chunks that the tier below has into the CPU tier, as many as fit."""
-        if self._traffic is None:
-            return
+    def _ask(self, traffic: TierTraffic, state: RequestState, keys: Sequence[bytes]) -> None:
+        """Ask the tier below about absent chunks: about each once, and about what was evicted since after a load."""
+        new = [key for key in keys if key not in state.seen]
+        state.seen.update(new)
+        absent = tuple(key for key in new if key not in state.asked and self.cpu.get(key) is None)
+        if absent:
+            state.asked.update(absent)
+            state.probing, state.probe = absent, traffic.probe(absent)
+
+    def _promote(self, traffic: TierTraffic, state: RequestState, keys: Sequence[bytes], now_s: float) -> None:
+        """Bring the chunks that the tier below has into the CPU tier, as many as fit now: each once for a request."""
         chain, passed = set(keys), set[bytes]()
         due_s = now_s + self.config.lookup_deadline_s
         for key in keys:
             passed.add(key)
             if self.cpu.get(key) is not None:
                 continue
-            if key not in found or not self._traffic.can_load():
+            if key not in state.found or not traffic.can_load():
                 return
             entry = self.cpu.reserve(key, due_s, lambda entry: entry.key not in chain)
             if entry is None:
                 # What comes later in the prompt is of no use before this.
                 entry = self.cpu.reserve(key, due_s, lambda entry: entry.key not in passed)
+            if entry is None:
+                return
+            state.found.discard(key)
+            entry.came_from_below = True
             # A tier that refuses at once costs no more than one chunk its place.
-            if entry is None or not self._traffic.load(entry):
+            if not traffic.load(entry):
                 return
 
     def _reserve(self, state: RequestState, key: bytes, due_s: float) -> Entry | None:
@@ -283,7 +323,10 @@ class OffloadManager:
         state = self._requests.get(transfer.request) if transfer.request is not None else None
         if state is not None:
             state.transfers.discard(transfer)
-            state.load = None if state.load is transfer else state.load
+            if state.load is transfer:
+                state.load, state.may_promote = None, True
+                state.seen.clear()
+                state.patience_s = None if succeeded else state.patience_s
 
     def _write_through(self, transfer: OpenTransfer) -> None:
         """Keep its chunks below too. After a load as well, so that what was once dropped there gets there with use."""
@@ -291,6 +334,17 @@ class OffloadManager:
             for entry in transfer.entries:
                 if entry.state is EntryState.READY:
                     self._traffic.write(entry)
+
+    def _flush(self, traffic: TierTraffic, until_s: float) -> None:
+        """Write what was kept from the tier below by its limits. What it refuses once is left."""
+        ready = [entry for entry in self.cpu.entries() if entry.state is EntryState.READY and not entry.is_below]
+        for entry in ready:
+            while not traffic.can_write() and traffic.wait_for_one(until_s - time.monotonic()):
+                pass
+            if time.monotonic() >= until_s:
+                return
+            if entry.state is EntryState.READY:
+                traffic.write(entry)
 
     def _give_up_load(self, transfer: OpenTransfer) -> None:
         """The request of a load that failed or is overdue computes from now on."""
@@ -303,6 +357,16 @@ class OffloadManager:
 
     def _tell(self, transfer: OpenTransfer, outcome: TransferOutcome) -> None:
         self._events.append(TransferEvent(transfer.transfer_id, transfer.kind, transfer.request, outcome))
+
+    @property
+    def last_transfer_id(self) -> int:
+        """The largest id of a transfer that was begun."""
+        return self._log.last_id
+
+    @property
+    def num_open(self) -> int:
+        """Transfers that some worker has not ended."""
+        return len(self._log)
 
     def assert_invariants(self) -> None:
         """Raises `InvariantError` unless every reference has a holder and every block an owner."""

@@ -12,18 +12,28 @@ from hisparse.offload.transfer_log import OpenTransfer
 class RequestState:
     """One request. Only the manager changes it.
 
-    `patience_s`: when lookups stop telling it to ask again; None before the first. `is_waiting`: the last one did.
-    `claims`: chunks of its prefix that it may load, one reference each, in order. `chain`: keys of its prompt that
-    were loaded or accepted for storing, in order; its own stores never evict them. `probe`, `probed`: the one question
-    to the tier below and the keys it was about. `gave_up`: a load of it failed, so it computes from now on. `load`,
-    `transfers`: what is open of it.
+    `patience_s`: when lookups stop telling it to ask again; None before the first, and after a load. `is_waiting`: the
+    last one did. `claims`: chunks of its prefix that it may load, one reference each, in order. `chain`: keys of its
+    prompt that were loaded or accepted for storing, in order; its own stores never evict them.
+
+    `probe`, `probing`: the open question to the tier below and the keys it is about. `asked`: all keys that such
+    questions were about; none is asked about twice. `seen`: those that lookups looked at since the last load, asked
+    about or there then. `found`: those that the tier below has and that were not brought up yet; each is brought up
+    once. `may_promote`: whether some may be at the next lookup. `awaited`: chunks that came up while it waited.
+
+    `gave_up`: a load of it failed, so it computes from now on. `load`, `transfers`: what is open of it.
     """
 
     patience_s: float | None = None
     claims: dict[bytes, Entry] = field(default_factory=dict)
     chain: dict[bytes, None] = field(default_factory=dict)
     probe: "Future[int] | None" = None
-    probed: tuple[bytes, ...] | None = None
+    probing: tuple[bytes, ...] = ()
+    asked: set[bytes] = field(default_factory=set)
+    seen: set[bytes] = field(default_factory=set)
+    found: set[bytes] = field(default_factory=set)
+    awaited: set[bytes] = field(default_factory=set)
+    may_promote: bool = False
     is_waiting: bool = False
     gave_up: bool = False
     load: OpenTransfer | None = None

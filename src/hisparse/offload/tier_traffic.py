@@ -6,7 +6,7 @@ the bookkeeping is single-threaded.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 from hisparse.offload.config import OffloadConfig
@@ -67,7 +67,7 @@ class TierTraffic:
         """Begin to store a ready chunk below, unless it is there or on its way, or too many are on theirs."""
         if entry.is_below or entry.key in self._writing:
             return
-        if len(self._writing) >= self._config.max_tier_writes:
+        if not self.can_write():
             self._stats.dropped_tier_writes += 1
             return
         self._stats.tier_writes += 1
@@ -78,6 +78,16 @@ class TierTraffic:
         self._cpu.pin(entry)
         self._writing.add(entry.key)
         self._follow(_Access(True, entry), future)
+
+    def can_write(self) -> bool:
+        """Whether one more chunk may be on its way down."""
+        return len(self._writing) < self._config.max_tier_writes
+
+    def wait_for_one(self, timeout_s: float) -> bool:
+        """Wait until an access ends, and draw its consequences. False when none has by then."""
+        done, _ = wait(self._open.values(), max(0.0, timeout_s), FIRST_COMPLETED)
+        self.collect()
+        return bool(done)
 
     def can_load(self) -> bool:
         """Whether one more chunk may be on its way up."""

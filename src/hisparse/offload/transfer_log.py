@@ -33,12 +33,12 @@ class OpenTransfer:
 
 
 class TransferLog:
-    """All open transfers of `num_workers` workers."""
+    """All open transfers of `num_workers` workers. `last_id`: of the last transfer that workers have heard of."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, last_id: int = 0) -> None:
         self.num_workers = num_workers
         self._open: dict[TransferId, OpenTransfer] = {}
-        self._last_id = 0
+        self.last_id = last_id
 
     def __len__(self) -> int:
         return len(self._open)
@@ -48,8 +48,8 @@ class TransferLog:
 
     def begin(self, kind: TransferKind, request: str, entries: tuple[Entry, ...], due_s: float) -> OpenTransfer:
         """Open a transfer under an id that was never used before."""
-        self._last_id += 1
-        transfer = OpenTransfer(TransferId(self._last_id), kind, request, entries, due_s)
+        self.last_id += 1
+        transfer = OpenTransfer(TransferId(self.last_id), kind, request, entries, due_s)
         self._open[transfer.transfer_id] = transfer
         return transfer
 
@@ -105,6 +105,6 @@ class TransferLog:
     def _get(self, transfer_id: TransferId, worker: int, what: str) -> OpenTransfer:
         transfer = self._open.get(transfer_id)
         if transfer is None:
-            past = "is over already" if 0 < transfer_id <= self._last_id else "was never begun"
+            past = "is over already" if 0 < transfer_id <= self.last_id else "was never begun"
             raise ProtocolError(f"worker {worker} reported transfer {transfer_id} {what}, which {past}")
         return transfer
