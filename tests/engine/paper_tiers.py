@@ -63,6 +63,7 @@ class PaperTiers:
         weather: Weather | None = None,
     ) -> None:
         self.groups = groups
+        self.pages_per_chunk = 1
         self.num_rows = num_rows
         self.has_files = has_files
         self.weather = weather or Weather()

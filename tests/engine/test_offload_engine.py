@@ -120,6 +120,20 @@ def test_a_prefix_larger_than_the_cpu_tier_flows_through_it(tiny: LoadedModel, t
     assert all(tier.num_evicted >= 7 for tier in stats.tiers)
 
 
+def test_pages_that_fill_one_by_one_are_kept_when_their_chunk_is_whole(tiny: LoadedModel, tmp_path: Path) -> None:
+    kept = config(tiny, offload(tmp_path, blocks_per_chunk=3))
+    first = prompt(7, 20)
+    with Engine(tiny, kept) as engine:
+        request = engine.add_request(first, SamplingParams(max_tokens=8 * BLOCK, ignore_eos=True))
+        for _ in engine.run():
+            pass
+        conversation = first + engine.take_result(request).output_ids
+    results, _ = one_run(tiny, kept, [conversation])
+    assert_like_stock(tiny, [conversation], results)
+    # Nine pages are full, all but one of them by decoding.
+    assert results[0].reused.files == 9 * BLOCK
+
+
 @pytest.mark.parametrize("options", [{"blocks_per_chunk": 3}, {"canonical_layout": False}], ids=["chunks", "direct"])
 def test_other_ways_to_keep_chunks_give_the_same_tokens(
     tiny: LoadedModel, tmp_path: Path, options: dict[str, Any]

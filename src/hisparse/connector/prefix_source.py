@@ -73,6 +73,9 @@ class PrefixSource(Protocol):
     groups: tuple[GroupKind, ...]
     """The groups whose pages it keeps: RESIDENT and INDEXER, or INDEXER alone."""
 
+    pages_per_chunk: int
+    """Pages that are kept and found together. What is offered begins and ends with a chunk."""
+
     def match(self, request_id: str, keys: Sequence[bytes], have: Mapping[GroupKind, int]) -> Match:
         """How long a prefix of the prompt with page keys `keys` every group can have.
 

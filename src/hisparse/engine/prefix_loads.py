@@ -178,7 +178,17 @@ class PrefixLoads:
     # Pages that go down.
 
     def offer(self, request: Request, first: int, last: int) -> None:
-        """Pages `first` … `last`-1 of a running request are computed and on the device: they may be kept below."""
+        """Pages `first` … `last`-1 of a running request are computed and on the device: they may be kept below.
+
+        A chunk that began before `first` is offered with its last page, unless its beginning has left by then.
+        """
+        size = self.source.pages_per_chunk
+        first, last = first - first % size, last - last % size
+        table = self._coordinator.kv.resident.blocks(request.request_id)
+        while first < last and NULL_BLOCK in table[first : first + size]:
+            first += size
+        if first == last:
+            return
         if not self._offer(request, first, last):
             ranges = self._not_kept.setdefault(request.request_id, [])
             if ranges and ranges[-1][1] == first:
