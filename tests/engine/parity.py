@@ -8,9 +8,11 @@ import torch
 
 from hisparse.config import TAIL_PAGES, KVDtype, WriteBack
 from hisparse.engine import Engine, EngineConfig, LoadedModel, RequestResult, SamplingParams, load_model
+from hisparse.engine.parallel import TensorParallel
 from hisparse.engine.stats import EngineStats
 from hisparse.engine.stock import StockRun, stock_generate, stock_model
 from hisparse.geometry import ceil_div, device_blocks
+from hisparse.offload.config import OffloadConfig
 
 LOGIT_BOUND = 1e-4
 """How far a float32 logit may be from stock's. Seen are 2e-5."""
@@ -42,6 +44,8 @@ class Case:
     copy_delay: int = 0
     params: SamplingParams = GREEDY
     kv_dtype: KVDtype = "auto"
+    parallel: TensorParallel | None = None
+    offload: OffloadConfig | None = None
 
     def config(self, loaded: LoadedModel) -> EngineConfig:
         small = None
@@ -60,6 +64,8 @@ class Case:
             kv_dtype=self.kv_dtype,
             copy_delay=self.copy_delay,
             seed=self.copy_delay,
+            parallel=self.parallel,
+            offload=self.offload,
             keep_logits=True,
             debug=True,
         )

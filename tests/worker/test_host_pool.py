@@ -1,6 +1,7 @@
 """The host pool: how much it holds, and how it ends."""
 
 import logging
+import os
 import weakref
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from hisparse.errors import BackendError, InputError, InvariantError
 from hisparse.geometry import RowFormat, host_blocks
 from hisparse.worker import HostPool, host_pool_bytes
-from hisparse.worker.host_memory import AnonymousMapping
+from hisparse.worker.host_memory import AnonymousMapping, SharedMapping
+from hisparse.worker.host_order import create_shared_file
 
 GEOMETRY = host_blocks(RowFormat("float32", 48), num_layers=2, block_size=4)
 
@@ -95,3 +97,23 @@ def test_host_pool_gib_is_payload_in_bytes(gib: float, num_bytes: int) -> None:
 def test_a_host_pool_that_is_no_positive_size_is_refused(gib: float) -> None:
     with pytest.raises(InputError, match="GiB is not a size"):
         host_pool_bytes(gib)
+
+
+def test_a_shared_mapping_is_the_file_and_outlives_its_descriptor() -> None:
+    fd = create_shared_file("test", 8192)
+    mine, theirs = SharedMapping(fd, 8192), SharedMapping(fd, 8192)
+    os.close(fd)
+    mine.storage[5000] = 9
+    assert int(theirs.storage[5000]) == 9
+    mine.release()
+    mine.release()
+    assert int(theirs.storage[5000]) == 9
+    with pytest.raises(InvariantError, match="after its release"):
+        _ = mine.storage
+
+
+def test_a_shared_mapping_that_cannot_be_had_names_the_amount_and_the_fix() -> None:
+    fd = create_shared_file("test", 4096)
+    with pytest.raises(BackendError, match=r"cannot map 8192 bytes of shared memory .* make the host pool smaller"):
+        SharedMapping(fd, 8192)
+    os.close(fd)

@@ -21,6 +21,7 @@ from hisparse.protocol import (
     TransferId,
 )
 from hisparse.worker import Backend, HiSparseWorker
+from hisparse.worker.shared_pool import PoolSharing
 
 ELEMENTS = 12
 BLOCK_SIZE = 4
@@ -65,13 +66,19 @@ class MakeWorld(Protocol):
 class World:
     """Plays the scheduler for one worker. `step` runs an empty forward pass unless told what to do in it."""
 
-    def __init__(self, backend: Backend | None = None, seed: int = 0, plan: CachePlan | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend | None = None,
+        seed: int = 0,
+        plan: CachePlan | None = None,
+        sharing: PoolSharing | None = None,
+    ) -> None:
         self.plan = plan if plan is not None else make_plan()
         rng = random.Random(seed)
         self.free_device = rng.sample(range(1, self.plan.num_device_blocks), self.plan.num_device_blocks - 1)
         self.free_host = rng.sample(range(1, self.plan.num_host_blocks), self.plan.num_host_blocks - 1)
         self.staging = tuple(DeviceBlockId(self.free_device.pop()) for _ in range(self.plan.staging_blocks))
-        self.worker = HiSparseWorker(self.plan, self.staging, backend=backend)
+        self.worker = HiSparseWorker(self.plan, self.staging, backend=backend, sharing=sharing)
         self._step = 0
         self._transfer = 0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hisparse.engine.attention import LayerAttention, MlaWeights
+from hisparse.engine.attention import LayerAttention, MlaWeights, split_weights
 from hisparse.engine.batch import StepBatch
 from hisparse.engine.config import EngineConfig
 from hisparse.engine.cuda_graphs import DecodeGraphs, DecodeLimits, DecodeRows
@@ -188,7 +188,8 @@ class CudaModelRunner(DsaModelRunner):
         return AttentionNeed(
             elements=self._elements,
             layout=worker.handles[0].slab.layout,
-            num_heads=loaded.config.num_attention_heads,
+            # Of this rank: a sharded projection has the heads that are here.
+            num_heads=split_weights(loaded.model.model.layers[0].self_attn).w_uk.shape[0],
             topk=worker.plan.model.index_topk,
             capability=torch.cuda.get_device_capability(worker.tables.device),
             max_rows=worker.plan.config.max_running,

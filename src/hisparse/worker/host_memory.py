@@ -1,4 +1,4 @@
-"""Host memory for the pool: what every backend offers, and ordinary pages of the CPU."""
+"""Host memory for the pool: what every backend offers, and ordinary pages of the CPU, private or of a shared file."""
 
 import mmap
 from typing import Protocol
@@ -46,4 +46,28 @@ class AnonymousMapping:
         # The pages go back to the system now. The addresses stay mapped as long as a tensor of them is left, which
         # then reads zeros: a tensor keeps the mapping alive, but would not keep `close` from unmapping it.
         self._mapping.madvise(mmap.MADV_DONTNEED)
+        self._mapping = None
+
+
+class SharedMapping:
+    """Pages of a file that other processes map too. They are there as long as one of them has the file or a mapping."""
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        """All of the first `num_bytes` of file `fd`, which stays the caller's. Raises `BackendError`."""
+        try:
+            self._mapping: mmap.mmap | None = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
+        except (OSError, ValueError, OverflowError) as error:
+            raise BackendError(
+                f"cannot map {num_bytes} bytes of shared memory for the host pool ({error}): "
+                "make the host pool smaller, or raise the limit that `ulimit -v` shows"
+            ) from error
+
+    @property
+    def storage(self) -> torch.Tensor:
+        if self._mapping is None:
+            raise InvariantError("host memory was used after its release")
+        return torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+    def release(self) -> None:
+        # Unmapped with the last tensor of it. What is in the pages is no longer this process's to throw away.
         self._mapping = None

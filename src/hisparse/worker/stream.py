@@ -3,10 +3,28 @@
 import random
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from hisparse.errors import InputError
 from hisparse.worker.views import BlockCopies
+
+
+class Copies(Protocol):
+    """Copies that wait for their turn on a `CpuStream`."""
+
+    def run(self) -> None:
+        """Move the bytes."""
+        ...
+
+
+@runtime_checkable
+class WaitingCopies(Copies, Protocol):
+    """Copies that somebody else makes: `run` waits for them."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `run` would return at once."""
+        ...
 
 
 class CopyEvent(Protocol):
@@ -66,9 +84,9 @@ class CopyDelay:
 class _Submission:
     """One entry of a `CpuStream`, and its event. The bytes of `copies` move at most once; then it is None."""
 
-    def __init__(self, stream: "CpuStream", copies: BlockCopies, moves_at: int, seen_at: int) -> None:
+    def __init__(self, stream: "CpuStream", copies: Copies, moves_at: int, seen_at: int) -> None:
         self._stream = stream
-        self.copies: BlockCopies | None = copies
+        self.copies: Copies | None = copies
         self._polls = 0
         self._moves_at = moves_at
         self._seen_at = seen_at
@@ -76,7 +94,7 @@ class _Submission:
     def query(self) -> bool:
         self._polls += 1
         if self._polls >= self._moves_at:
-            self._stream.move_through(self)
+            self._stream.try_to_move_through(self)
         return self.copies is None and self._polls >= self._seen_at
 
     def wait(self) -> None:
@@ -102,7 +120,7 @@ class CpuStream:
         """Submissions whose bytes have not moved."""
         return len(self._outstanding)
 
-    def submit(self, copies: BlockCopies) -> CopyEvent:
+    def submit(self, copies: Copies) -> CopyEvent:
         moves_at = 1 + self._random.randint(0, self._max_polls)
         seen_at = moves_at + self._random.randint(0, self._max_polls)
         submission = _Submission(self, copies, moves_at, seen_at)
@@ -123,6 +141,14 @@ class CpuStream:
     def move_through(self, submission: _Submission) -> None:
         """Make every copy up to and including `submission`: a stream does not overtake itself."""
         while submission.copies is not None:
+            self._move_next()
+
+    def try_to_move_through(self, submission: _Submission) -> None:
+        """As `move_through`, as far as that goes without waiting for anybody."""
+        while submission.copies is not None:
+            first = self._outstanding[0].copies
+            if isinstance(first, WaitingCopies) and not first.is_ready:
+                return
             self._move_next()
 
     def _move_next(self) -> None:

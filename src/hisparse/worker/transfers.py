@@ -9,6 +9,7 @@ import torch
 from hisparse.errors import ProtocolError
 from hisparse.geometry import NULL_BLOCK, BlockGeometry
 from hisparse.protocol import Direction, PageCopy, SparseKVPageTransfer, TransferId
+from hisparse.worker.shared_pool import HostWrites, OwnWrites
 from hisparse.worker.stream import CopyEvent, CopyStream
 from hisparse.worker.views import BlockCopies, PagedCacheView
 
@@ -20,10 +21,19 @@ class TransferEngine:
     """
 
     def __init__(
-        self, stream: CopyStream, device: PagedCacheView, host: PagedCacheView, geometry: BlockGeometry
+        self,
+        stream: CopyStream,
+        device: PagedCacheView,
+        host: PagedCacheView,
+        geometry: BlockGeometry,
+        host_writes: HostWrites | None = None,
     ) -> None:
-        """`device` and `host` are the views of whole blocks; `geometry` says what a block's payload is."""
+        """`device` and `host` are the views of whole blocks; `geometry` says what a block's payload is.
+
+        `host_writes`: how pages get to the host, in the order of `stream`; None copies them.
+        """
         self._stream = stream
+        self._host_writes = host_writes if host_writes is not None else OwnWrites(stream)
         self._device = device
         self._host = host
         self._page_bytes = geometry.payload_bytes
@@ -41,7 +51,7 @@ class TransferEngine:
 
     @property
     def device_to_host_bytes(self) -> int:
-        """Payload put in the stream towards the host since the start."""
+        """Payload put in the stream towards the host since the start; none where another rank writes the pool."""
         return self._moved[Direction.DEVICE_TO_HOST]
 
     @property
@@ -85,10 +95,13 @@ class TransferEngine:
     def _submit(self, direction: Direction, transfers: tuple[SparseKVPageTransfer, ...]) -> None:
         ids = tuple(transfer.transfer_id for transfer in transfers)
         pages = [copy for transfer in transfers for copy in transfer.copies]
-        event = self._stream.submit(self._copies(direction, pages))
+        copies = self._copies(direction, pages)
         if direction is Direction.DEVICE_TO_HOST:
-            self._last_host_write = event
-        self._moved[direction] += len(pages) * self._page_bytes
+            event = self._last_host_write = self._host_writes.submit(copies)
+        else:
+            event = self._stream.submit(copies)
+        if direction is Direction.HOST_TO_DEVICE or self._host_writes.is_writer:
+            self._moved[direction] += len(pages) * self._page_bytes
         self._last_id = ids[-1]
         self._enqueued.extend(ids)
         self._in_flight.append((ids, event))

@@ -15,6 +15,7 @@ from hisparse.worker.device import IndexerStore, Slab
 from hisparse.worker.handle import HandleContext, HiSparseCacheHandle, StagingCounters
 from hisparse.worker.host_pool import HostPool
 from hisparse.worker.runtime import CacheViews, FollowerRuntime, LeaderRuntime, ResolveContext
+from hisparse.worker.shared_pool import PoolSharing
 from hisparse.worker.staging import StagingArea
 from hisparse.worker.tables import WorkerTables
 from hisparse.worker.transfers import TransferEngine
@@ -35,8 +36,11 @@ class HiSparseWorker:
         *,
         rank: int = 0,
         backend: Backend | None = None,
+        sharing: PoolSharing | None = None,
     ) -> None:
         """`staging`: the slab blocks that the scheduler leased for prefill staging, for the worker's whole life.
+
+        `sharing`: this rank's part in a host pool that all ranks of the node share; None gives it one for itself.
 
         Raises `BackendError` when memory cannot be had, and gives back what it had by then; `InvariantError` for a
         staging lease that is not the plan's.
@@ -53,7 +57,8 @@ class HiSparseWorker:
         self._in_step = False
         self._closed = False
         with ExitStack() as undo:
-            self.host_pool = HostPool(plan.host, plan.num_host_blocks, backend.allocate_host)
+            allocate_host = backend.allocate_host if sharing is None else sharing.allocate_host
+            self.host_pool = HostPool(plan.host, plan.num_host_blocks, allocate_host)
             undo.callback(self.host_pool.close)
             self.slab = Slab(plan, backend.allocate_device)
             self.indexer = IndexerStore(plan, backend.allocate_device)
@@ -71,7 +76,13 @@ class HiSparseWorker:
             self._leaders = tuple(runtime for runtime in runtimes if isinstance(runtime, LeaderRuntime))
             handle_context = HandleContext(plan.model.row, self._stream, area, self._staging_counters)
             self.handles = tuple(HiSparseCacheHandle(runtime, handle_context) for runtime in runtimes)
-            self.transfers = TransferEngine(self._stream, self.slab.pages(), self.host_pool.pages(), plan.device)
+            self.transfers = TransferEngine(
+                self._stream,
+                self.slab.pages(),
+                self.host_pool.pages(),
+                plan.device,
+                None if sharing is None else sharing.host_writes(self._stream),
+            )
             undo.pop_all()
 
     def start_step(self, command: SparseKVOffloadCommand) -> None:
@@ -110,6 +121,14 @@ class HiSparseWorker:
             leader.assert_followed()
         self._in_step = False
         return SparseKVWorkerReport(self.rank, self.transfers.take_enqueued(), self.transfers.poll())
+
+    def order_before_compute(self) -> None:
+        """Whatever is done to device blocks in the current stream after this call sees every copy of earlier steps.
+
+        Forward passes see to it themselves; this is for others who read and write pages, such as the offload path.
+        """
+        self._check_open()
+        self._stream.order_before_compute()
 
     def wait_host_writes(self) -> None:
         """Block until every page that was enqueued for the host so far has landed there."""

@@ -1,5 +1,6 @@
 """Pinned memory without a GPU: what is registered, what is undone, and what a refusal says. The driver is a fake."""
 
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from hisparse.errors import BackendError, InvariantError
 from hisparse.worker.cuda import teardown
 from hisparse.worker.cuda.host_memory import PinnedMapping, Pinning, PinRequest, chunks, pinning_advice, prefault
 from hisparse.worker.host_memory import AnonymousMapping
+from hisparse.worker.host_order import create_shared_file
 
 CHUNK = 64 << 10
 
@@ -124,3 +126,19 @@ def resident_bytes() -> int:
 def test_chunks_cover_an_allocation_once() -> None:
     assert list(chunks(10, 4)) == [(0, 4), (4, 4), (8, 2)]
     assert list(chunks(8, 4)) == [(0, 4), (4, 4)]
+
+
+def test_a_shared_file_is_pinned_where_it_is_mapped_and_keeps_what_others_wrote() -> None:
+    fake, fd = FakeDriver(), create_shared_file("test", 2 * CHUNK)
+    try:
+        os.pwrite(fd, b"theirs", CHUNK)
+        memory = PinnedMapping(PinRequest(2 * CHUNK, device_index=3, chunk_bytes=CHUNK, file=fd), fake.pinning())
+        assert bytes(memory.storage[CHUNK : CHUNK + 6].numpy()) == b"theirs"
+        assert list(fake.registered) == [memory.storage.data_ptr() + start for start in (0, CHUNK)]
+        memory.storage[0] = 7
+        assert os.pread(fd, 1, 0) == bytes([7])
+        memory.release()
+        assert fake.registered == {}
+        assert os.pread(fd, 6, CHUNK) == b"theirs", "one process threw away what is all processes'"
+    finally:
+        os.close(fd)

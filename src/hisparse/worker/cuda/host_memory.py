@@ -16,7 +16,7 @@ import torch
 from hisparse.errors import BackendError
 from hisparse.geometry import align_up
 from hisparse.worker.cuda import driver, numa, teardown
-from hisparse.worker.host_memory import AnonymousMapping
+from hisparse.worker.host_memory import AnonymousMapping, SharedMapping
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +31,16 @@ _MADV_POPULATE_WRITE = 23
 
 @dataclass(frozen=True, slots=True)
 class PinRequest:
-    """What to pin and where: bytes, the CUDA device that registers them, and the NUMA node to prefer, if any."""
+    """What to pin and where: bytes, the CUDA device that registers them, and the NUMA node to prefer, if any.
+
+    `file`: descriptor of a file of shared memory, of whole pages, to map instead of memory of the process's own.
+    """
 
     num_bytes: int
     device_index: int
     node: int | None = None
     chunk_bytes: int = CHUNK_BYTES
+    file: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,8 @@ class PinnedMapping:
         self._pinning = pinning if pinning is not None else Pinning()
         self._registered: list[int] = []
         # Whole pages: a page that a registration shares with other memory of the process would be pinned with it.
-        self._mapping = AnonymousMapping(align_up(request.num_bytes, mmap.PAGESIZE))
+        num_bytes = align_up(request.num_bytes, mmap.PAGESIZE)
+        self._mapping = AnonymousMapping(num_bytes) if request.file is None else SharedMapping(request.file, num_bytes)
         self._address = self._mapping.storage.data_ptr()
         try:
             if request.node is not None:

@@ -45,6 +45,11 @@ class CudaStream:
         self._chunk_bytes = chunk_bytes
         self._last: torch.cuda.Event | None = None
 
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """Where the copies are, for those who order others with them."""
+        return self._stream
+
     def submit(self, copies: BlockCopies) -> CopyEvent:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if copies.source_blocks.numel():

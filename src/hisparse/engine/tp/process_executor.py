@@ -1,0 +1,157 @@
+"""An engine's steps, carried out by several ranks in processes of their own."""
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+
+from hisparse.cache.groups import GroupKind
+from hisparse.connector import RegionCopies
+from hisparse.engine.config import EngineConfig
+from hisparse.engine.executor import CacheSpec, StepDone, StepWork
+from hisparse.engine.models import LoadedModel
+from hisparse.engine.offload import Regions, Reports
+from hisparse.engine.parallel import HostBacking, TensorParallel
+from hisparse.engine.tp.messages import Count, Counted, Move, Moved, OpenCaches, Opened, Ready, Stepped
+from hisparse.engine.tp.processes import RankProcesses, SharedFiles
+from hisparse.engine.tp.rank_process import LOOPBACK
+from hisparse.engine.tp.rank_spec import RankSpec
+from hisparse.engine.tp.sharded_model import check_heads
+from hisparse.errors import InvariantError
+from hisparse.geometry import align_up
+from hisparse.worker.host_order import HostOrder, create_shared_file
+
+
+class ProcessExecutor:
+    """`Executor` over `num_ranks` processes: `__init__` starts them and loads the model, `open` takes the caches."""
+
+    start_method = "spawn"
+    prepare: Callable[[int], None] | None = None
+    """What every rank calls first: tests break something there."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, parallel: TensorParallel) -> None:
+        """`loaded` says which model the ranks load; of its weights nothing is used.
+
+        Raises `InputError` for a number of ranks that does not divide the model's heads, what a rank found wrong, and
+        `BackendError` for a rank that ended or hangs; nothing is left of any rank then.
+        """
+        check_heads(loaded.config, parallel.num_ranks)
+        self._parallel = parallel
+        self._host_bytes = 0
+        # The ranks meet here; the system finds a free port.
+        stores: Any = torch.distributed  # public, but its annotations do not say so
+        self._store = stores.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        self._files = _shared_files(config, loaded, parallel)
+        self._processes = RankProcesses(self.start_method)
+        try:
+            self._processes.start(self._specs(loaded, config), self._files)
+            answers = self._processes.ask(None, parallel.start_s)
+        except BaseException:
+            self.close()
+            raise
+        ready: list[Ready] = answers
+        self._revision = ready[0].revision
+
+    @property
+    def num_ranks(self) -> int:
+        return self._parallel.num_ranks
+
+    @property
+    def host_physical_bytes(self) -> int:
+        return self._host_bytes
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process of each rank."""
+        return tuple(rank.process.pid or 0 for rank in self._processes.ranks)
+
+    def revision(self) -> str:
+        """Only where tiers are configured: ranks are not asked otherwise."""
+        if self._revision is None:
+            raise InvariantError("ranks without tiers were not asked which weights they have")
+        return self._revision
+
+    def open(self, caches: CacheSpec, regions: Regions | None = None) -> Sequence[Mapping[GroupKind, bytes]]:
+        """Raises as `__init__`, with the same end. Ranks map regions by name: `regions` are not theirs."""
+        try:
+            opened: list[Opened] = self._processes.ask(
+                OpenCaches(caches, self._parallel.backing), self._parallel.start_s
+            )
+        except BaseException:
+            self.close()
+            raise
+        # The ranks hold the shared files by now: whatever ends them gives the memory back.
+        self._files.close()
+        self._files = SharedFiles()
+        shares = self._parallel.backing is HostBacking.SHARED
+        pools = [answer.host_physical_bytes for answer in opened]
+        self._host_bytes = pools[0] if shares else sum(pools)
+        return [answer.digests for answer in opened]
+
+    def execute(self, work: StepWork) -> StepDone:
+        answers: list[Stepped] = self._processes.ask(work, self._parallel.step_s)
+        choices, logits = answers[0].choices, answers[0].logits
+        if logits is not None:
+            rows = torch.from_numpy(logits)
+            choices = tuple(
+                type(choice)(choice.item, choice.token, row) for choice, row in zip(choices, rows, strict=True)
+            )
+        return StepDone(choices, tuple(answer.report for answer in answers))
+
+    def counters(self) -> dict[str, int]:
+        return self._count()[0].counters
+
+    def num_missing(self) -> int:
+        return sum(counted.num_missing for counted in self._count())
+
+    def move(self, copies: tuple[RegionCopies, ...]) -> Reports:
+        answers: list[Moved] = self._processes.ask(Move(copies), self._parallel.step_s)
+        return [report for answer in answers for report in answer.reports]
+
+    def close(self) -> None:
+        self._processes.close(self._parallel.close_s)
+        self._files.close()
+        self._files = SharedFiles()
+
+    def _count(self) -> list[Counted]:
+        return self._processes.ask(Count(), self._parallel.step_s)
+
+    def _specs(self, loaded: LoadedModel, config: EngineConfig) -> list[RankSpec]:
+        num_ranks = self._parallel.num_ranks
+        in_main = threading.current_thread() is threading.main_thread()
+        return [
+            RankSpec(
+                rank=rank,
+                num_ranks=num_ranks,
+                model=loaded.name,
+                dtype=str(loaded.dtype).removeprefix("torch."),
+                device=self._parallel.device,
+                config=config,
+                store_port=self._store.port,
+                # A thread that ends would take its child processes with it.
+                parent=os.getpid() if in_main else 0,
+                timeout_s=self._parallel.step_s,
+                num_threads=max(1, torch.get_num_threads() // num_ranks),
+                wants_revision=config.offload is not None,
+                prepare=type(self).prepare,
+            )
+            for rank in range(num_ranks)
+        ]
+
+
+def _shared_files(config: EngineConfig, loaded: LoadedModel, parallel: TensorParallel) -> SharedFiles:
+    """The host pool for all ranks, and its order. Nothing of it is in memory yet."""
+    if parallel.backing is HostBacking.PRIVATE:
+        return SharedFiles()
+    plan = config.plan(loaded.geometry_for(config.kv_dtype))
+    num_bytes = plan.num_host_blocks * plan.host.block_stride
+    pool = create_shared_file("host-pool", align_up(num_bytes, mmap.PAGESIZE))
+    try:
+        return SharedFiles(pool, HostOrder.create_file(parallel.num_ranks))
+    except BaseException:
+        os.close(pool)
+        raise

@@ -1,0 +1,324 @@
+"""Ranks as processes: started, asked, watched and ended. Whatever happens to one of them, all end, and soon.
+
+A rank is found to be dead by its process's handle, and to hang by a deadline. What is left of it then is what it wrote
+to standard output and errors, which goes to a file of memory: its last words. The others are ended with it, because
+a collective without one rank never ends.
+"""
+
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+from hisparse.engine.tp.messages import Close, Closed, Failed, Phase
+from hisparse.engine.tp.rank_process import Inherited, run_rank
+from hisparse.engine.tp.rank_spec import RankSpec
+from hisparse.errors import BackendError, InputError, ProtocolError
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 2.0
+"""After one rank failed, the others get so long to say or show which of them was the first."""
+UNPIN_SECONDS = 25.0
+"""A rank with pinned memory that is told to end gives it back in that time."""
+LAST_WORDS_BYTES = 4000
+
+
+class RankError(BackendError):
+    """A rank ended or hangs. The message names it, says what it was doing, and what it said last."""
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank as its parent sees it. `phase`: what it said that it does. `failure`: why it ended, if it said so."""
+
+    spec: RankSpec
+    process: BaseProcess
+    channel: Connection
+    lifeline: Connection
+    words: int
+    phase: str = "starts"
+    failure: Failed | None = None
+
+    @property
+    def last_words(self) -> str:
+        """The end of what the process wrote."""
+        size = os.fstat(self.words).st_size
+        start = max(0, size - LAST_WORDS_BYTES)
+        return os.pread(self.words, size - start, start).decode(errors="replace").strip()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFiles:
+    """Descriptors of the files that ranks share: the host pool's, and that of its order. None for private pools."""
+
+    pool: int | None = None
+    order: int | None = None
+
+    def close(self) -> None:
+        for fd in (self.pool, self.order):
+            if fd is not None:
+                os.close(fd)
+
+
+class RankProcesses:
+    """All ranks of an engine. Start them with `start`; end them with `close`, or by any failure of `ask`."""
+
+    def __init__(self, method: str) -> None:
+        """`method`: how processes are started, as `multiprocessing` calls it."""
+        self._context: Any = multiprocessing.get_context(method)
+        self.ranks: list[Rank] = []
+        self._closed = False
+
+    def start(self, specs: Sequence[RankSpec], files: SharedFiles) -> None:
+        """Start all ranks. `files` are needed until the ranks have answered once."""
+        try:
+            for spec in specs:
+                self.ranks.append(self._start(spec, files))
+        except BaseException:
+            self.kill()
+            raise
+
+    def ask(self, request: object | None, timeout_s: float) -> list[Any]:
+        """Send all ranks a request, None for none, and return their answers in order.
+
+        Raises what a rank found wrong, with its name; `RankError` when one ended or did not answer in time. All ranks
+        have ended then.
+        """
+        if self._closed:
+            raise RankError("all ranks have ended")
+        if request is not None:
+            for rank in self.ranks:
+                # One that is gone cannot be sent to; that it is gone is seen below.
+                with suppress(OSError):
+                    rank.channel.send(request)
+        until_s = time.monotonic() + timeout_s
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self.ranks):
+            self._listen([rank for rank in self.ranks if rank.spec.rank not in answers], until_s, answers)
+            if time.monotonic() > until_s:
+                late = [rank for rank in self.ranks if rank.spec.rank not in answers]
+                if late:
+                    self._end_hanging(late, timeout_s)
+        return [answers[rank.spec.rank] for rank in self.ranks]
+
+    def close(self, timeout_s: float) -> None:
+        """Tell all ranks to end, and see to it that they have. Idempotent. A rank that fails at it is logged."""
+        if self._closed:
+            return
+        for rank in self.ranks:
+            with suppress(OSError):
+                rank.channel.send(Close())
+        until_s = time.monotonic() + timeout_s
+        for rank in self.ranks:
+            self._hear_the_end(rank, until_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """End all ranks, now: those with pinned memory are asked first. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        alive = [rank for rank in self.ranks if rank.process.is_alive()]
+        pinned = [rank for rank in alive if rank.spec.device != "cpu"]
+        for rank in pinned:
+            rank.process.terminate()
+        _join_all(pinned, UNPIN_SECONDS)
+        for rank in alive:
+            rank.process.kill()
+        _join_all(self.ranks, UNPIN_SECONDS)
+        for rank in self.ranks:
+            rank.channel.close()
+            rank.lifeline.close()
+            os.close(rank.words)
+            if rank.process.exitcode is None:
+                logger.warning("%s (process %d) cannot be killed", rank.spec.name, rank.process.pid)
+            else:
+                rank.process.close()
+
+    def _start(self, spec: RankSpec, files: SharedFiles) -> Rank:
+        ours, theirs = self._context.Pipe()
+        their_end, lifeline = self._context.Pipe(duplex=False)
+        words = os.memfd_create(f"hisparse-{spec.name}", os.MFD_CLOEXEC)
+        process = self._context.Process(
+            target=_Start(spec, theirs, their_end, (words, files.pool, files.order)),
+            name=f"hisparse-{spec.rank}",
+            daemon=True,
+        )
+        try:
+            process.start()
+        except BaseException:
+            for end in (ours, lifeline):
+                end.close()
+            os.close(words)
+            raise
+        finally:
+            theirs.close()
+            their_end.close()
+        return Rank(spec, process, ours, lifeline, words)
+
+    def _listen(self, expected: Sequence[Rank], until_s: float, answers: dict[int, Any]) -> None:
+        """Take what has come, at least one thing unless time runs out. Ends everything when a rank failed."""
+        by_handle: dict[Any, Rank] = {rank.channel: rank for rank in expected}
+        by_handle |= {rank.process.sentinel: rank for rank in self.ranks}
+        for handle in wait(list(by_handle), max(0.0, until_s - time.monotonic())):
+            rank = by_handle[handle]
+            if handle is not rank.channel:
+                self._end_failed()
+            try:
+                message = rank.channel.recv()
+            except (EOFError, OSError):
+                self._end_failed()
+            match message:
+                case Phase(name):
+                    rank.phase = name
+                case Failed():
+                    rank.failure = message
+                    self._end_failed()
+                case _ if rank.spec.rank in answers:
+                    raise ProtocolError(f"{rank.spec.name} answered twice, with a {type(message).__name__}")
+                case _:
+                    answers[rank.spec.rank] = message
+
+    def _end_failed(self) -> None:
+        """A rank failed. Find the one that was the first, end all, and raise."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline and (silent := [rank for rank in self.ranks if not _is_over(rank)]):
+            wait([rank.process.sentinel for rank in silent], 0.05)
+            for rank in self.ranks:
+                _drain(rank)
+            if any(_was_killed(rank) for rank in self.ranks):
+                break
+        for rank in self.ranks:
+            _drain(rank)
+        culprit = _culprit(self.ranks)
+        error = _describe(culprit)
+        self.kill()
+        raise error
+
+    def _end_hanging(self, late: Sequence[Rank], timeout_s: float) -> None:
+        names = ", ".join(rank.spec.name for rank in late)
+        lines = [f"{names} did not answer in {timeout_s:g} s"]
+        for rank in late:
+            lines.append(f"{rank.spec.name} (process {rank.process.pid}) {rank.phase}{_said(rank)}")
+        self.kill()
+        raise RankError("; ".join(lines))
+
+    def _hear_the_end(self, rank: Rank, until_s: float) -> None:
+        """Until the rank says that it has closed, or is gone, or time runs out."""
+        message: object = None
+        while not isinstance(message, Closed | Failed):
+            if not rank.channel.poll(max(0.0, until_s - time.monotonic())):
+                logger.warning("%s did not end by itself: it %s", rank.spec.name, rank.phase)
+                return
+            try:
+                message = rank.channel.recv()
+            except (EOFError, OSError):
+                logger.warning("%s", _ended_how(rank))
+                return
+            if isinstance(message, Phase):
+                rank.phase = message.name
+        if isinstance(message, Failed):
+            rank.failure = message
+            logger.warning("%s", _describe(rank))
+        rank.process.join(max(0.0, until_s - time.monotonic()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a new process runs. Descriptors are handed over while it is started."""
+
+    spec: RankSpec
+    channel: Connection
+    lifeline: Connection
+    files: tuple[int, int | None, int | None]
+
+    def __call__(self) -> None:
+        raise NotImplementedError("unpickled as run_rank")
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        words, pool, order = (None if fd is None else DupFd(fd) for fd in self.files)
+        return _Run, (self.spec, Inherited(self.channel, self.lifeline, words, pool, order))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The same in the new process."""
+
+    spec: RankSpec
+    inherited: Inherited
+
+    def __call__(self) -> None:
+        run_rank(self.spec, self.inherited)
+
+
+def _join_all(ranks: Iterable[Rank], seconds: float) -> None:
+    until_s = time.monotonic() + seconds
+    for rank in ranks:
+        rank.process.join(max(0.0, until_s - time.monotonic()))
+
+
+def _drain(rank: Rank) -> None:
+    """Hear what a rank said before it ended."""
+    with suppress(EOFError, OSError):
+        while rank.channel.poll():
+            message = rank.channel.recv()
+            if isinstance(message, Failed):
+                rank.failure = message
+            elif isinstance(message, Phase):
+                rank.phase = message.name
+
+
+def _is_over(rank: Rank) -> bool:
+    return rank.failure is not None or not rank.process.is_alive()
+
+
+def _was_killed(rank: Rank) -> bool:
+    """Whether the process ended without a word."""
+    return rank.failure is None and not rank.process.is_alive()
+
+
+def _culprit(ranks: Sequence[Rank]) -> Rank:
+    """The rank that failed by itself, while others only lost it: one that was killed, else the first that failed."""
+
+    def failed_at_s(rank: Rank) -> float:
+        if rank.failure is not None:
+            return rank.failure.at_s
+        return 0.0 if _was_killed(rank) else math.inf
+
+    return min(ranks, key=failed_at_s)
+
+
+def _describe(rank: Rank) -> Exception:
+    failure = rank.failure
+    if failure is not None and isinstance(failure.error, InputError | BackendError):
+        return type(failure.error)(f"{rank.spec.name}: {failure.error}")
+    if failure is not None:
+        return RankError(f"{rank.spec.name} (process {rank.process.pid}) failed; before, it {rank.phase}{_said(rank)}")
+    return RankError(_ended_how(rank))
+
+
+def _ended_how(rank: Rank) -> str:
+    rank.process.join(GRACE_SECONDS)
+    code = rank.process.exitcode
+    if code is None:
+        how = "closed its channel"
+    elif code < 0:
+        how = f"was ended by {signal.Signals(-code).name}"
+    else:
+        how = f"ended with exit code {code}"
+    return f"{rank.spec.name} (process {rank.process.pid}) {how}; before, it {rank.phase}{_said(rank)}"
+
+
+def _said(rank: Rank) -> str:
+    words = rank.last_words
+    return f". Its last words:\n{words}" if words else ", and said nothing"

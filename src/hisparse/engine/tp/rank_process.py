@@ -1,0 +1,256 @@
+"""One rank, in a process of its own: it loads its part of the model, and then does what it is told.
+
+It ends when it is told to, when something fails, and when the process that started it is gone, whatever it does then.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed
+
+from hisparse.engine.executor import ModelRank, StepWork, default_backend
+from hisparse.engine.models import LoadedModel, load_model
+from hisparse.engine.parallel import HostBacking
+from hisparse.engine.revision import weights_revision
+from hisparse.engine.tp.messages import (
+    Close,
+    Closed,
+    Count,
+    Counted,
+    Failed,
+    Move,
+    Moved,
+    OpenCaches,
+    Opened,
+    Phase,
+    Ready,
+    Stepped,
+)
+from hisparse.engine.tp.rank_spec import RankSpec
+from hisparse.engine.tp.sharded_model import shard_model
+from hisparse.errors import HiSparseError, InvariantError
+from hisparse.worker.host_order import HostOrder
+from hisparse.worker.shared_pool import CpuPoolSharing, PoolSharing
+
+# Its stores are public, but its annotations do not say so.
+dist: Any = torch.distributed
+
+LOOPBACK = "127.0.0.1"
+ORPHAN_EXIT = 3
+"""Exit code of a rank whose parent is gone."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """What a rank's process has from its parent.
+
+    `channel`: requests and answers. `lifeline`: nothing ever comes; it ends when the parent does. Descriptors: `words`
+    takes standard output and errors, `pool` and `order` are the shared host pool's files, None for a private one.
+    """
+
+    channel: Connection
+    lifeline: Connection
+    words: Any
+    pool: Any
+    order: Any
+
+
+def run_rank(spec: RankSpec, inherited: Inherited) -> None:
+    """The whole life of a rank. Never raises: what fails is said over the channel, and in the exit code."""
+    words = inherited.words.detach()
+    # Standard output is the parent's: what commands print there is for programs to read.
+    os.dup2(words, 1)
+    os.dup2(words, 2)
+    os.close(words)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends the ranks
+    _end_with_parent(spec, inherited.lifeline)
+    try:
+        with ExitStack() as at_exit:
+            _Rank(spec, inherited, at_exit).serve()
+        _say(inherited.channel, Closed())
+    except BaseException as error:
+        at_s = time.monotonic()
+        traceback.print_exc()
+        sys.stderr.flush()
+        _say(inherited.channel, Failed(error if isinstance(error, HiSparseError) else None, at_s))
+        _unpin(spec)
+        os._exit(1)
+    # Nothing is left to do; threads of a communication library that do not end must not keep the process.
+    os._exit(0)
+
+
+class _Rank:
+    """What `run_rank` holds. All that has to be given back is left to `at_exit`."""
+
+    def __init__(self, spec: RankSpec, inherited: Inherited, at_exit: ExitStack) -> None:
+        self._spec = spec
+        self._channel = inherited.channel
+        self._inherited = inherited
+        self._at_exit = at_exit
+        self._store: Any = None
+        self._rank: ModelRank | None = None
+
+    def serve(self) -> None:
+        """Load, then answer requests until `Close`."""
+        self._say("starts")
+        if self._spec.prepare is not None:
+            self._spec.prepare(self._spec.rank)
+        loaded = self._load()
+        while not isinstance(request := self._channel.recv(), Close):
+            match request:
+                case OpenCaches():
+                    self._channel.send(self._open(loaded, request))
+                case StepWork():
+                    self._channel.send(self._step(request))
+                case Move(copies):
+                    self._say("moves KV")
+                    self._channel.send(Moved(self._opened().move(copies)))
+                case Count():
+                    worker = self._opened().worker
+                    self._channel.send(Counted(worker.counters(), int(worker.tables.num_missing())))
+                case _:
+                    raise InvariantError(
+                        f"{self._spec.name} was sent a {type(request).__name__}, which it does not know"
+                    )
+        self._say("shuts down")
+
+    def _load(self) -> LoadedModel:
+        spec = self._spec
+        device = _use_device(spec)
+        torch.set_num_threads(spec.num_threads)
+        self._say("meets the other ranks")
+        self._store = _join(spec, device)
+        self._at_exit.callback(dist.destroy_process_group)
+        self._say("loads the model")
+        whole = load_model(spec.model, spec.dtype)
+        revision = weights_revision(whole.model) if spec.wants_revision and spec.rank == 0 else None
+        loaded = shard_model(whole, spec.num_ranks)
+        loaded = replace(loaded, model=loaded.model.to(device))
+        self._channel.send(Ready(revision))
+        return loaded
+
+    def _open(self, loaded: LoadedModel, request: OpenCaches) -> Opened:
+        spec = self._spec
+        self._say("takes its memory")
+        sharing = self._sharing(loaded) if request.backing is HostBacking.SHARED else None
+        worker = request.caches.make_worker(default_backend(loaded, spec.config), spec.rank, sharing)
+        # Collectives of gloo run on the CPU, where a captured graph does not wait for them.
+        graphs = spec.config.cuda_graphs and dist.get_backend() != "gloo"
+        offload = request.caches.offload
+        self._rank = rank = ModelRank(loaded, worker, replace(spec.config, cuda_graphs=graphs), offload)
+        self._at_exit.callback(rank.close)
+        return Opened(worker.host_pool.physical_bytes, rank.offload.digests if rank.offload is not None else {})
+
+    def _step(self, work: StepWork) -> Stepped:
+        self._say_what(work)
+        choices, report = self._opened().run(work)
+        logits = None
+        if work.keeps_logits and choices:
+            logits = torch.stack([choice.logits for choice in choices if choice.logits is not None]).cpu().numpy()
+            choices = tuple(replace(choice, logits=None) for choice in choices)
+        return Stepped(choices, logits, report)
+
+    def _sharing(self, loaded: LoadedModel) -> PoolSharing:
+        spec, inherited = self._spec, self._inherited
+        pool, order_file = inherited.pool.detach(), inherited.order.detach()
+        self._at_exit.callback(os.close, pool)
+        self._at_exit.callback(os.close, order_file)
+        order = HostOrder(order_file, spec.rank, spec.num_ranks, spec.timeout_s)
+        if loaded.model.device.type == "cpu":
+            return CpuPoolSharing(pool, order)
+        from hisparse.engine.tp.exchange import exchange_events
+        from hisparse.worker.cuda.shared_pool import CudaPoolSharing
+
+        if self._store is None:
+            raise InvariantError(f"{spec.name} opens its caches before it met the others")
+        return CudaPoolSharing(pool, order, loaded.model.device, exchange_events(self._store))
+
+    def _opened(self) -> ModelRank:
+        if self._rank is None:
+            raise InvariantError(f"{self._spec.name} was asked for work before its caches were opened")
+        return self._rank
+
+    def _say_what(self, work: StepWork) -> None:
+        """Only when it changes: most steps are like the one before."""
+        kinds = {item.is_decode for item in work.items}
+        self._say("decodes" if kinds == {True} else "prefills" if kinds else "moves pages")
+
+    def _say(self, phase: str) -> None:
+        if phase != getattr(self, "_phase", None):
+            self._phase = phase
+            self._channel.send(Phase(phase))
+
+
+def _use_device(spec: RankSpec) -> torch.device:
+    """This rank's device. Ranks are spread over the GPUs there are, and share them when there are more ranks."""
+    os.environ.update(RANK=str(spec.rank), WORLD_SIZE=str(spec.num_ranks), LOCAL_RANK="0")
+    if spec.device == "cpu":
+        # transformers shards over GPUs wherever it sees any.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return torch.device("cpu")
+    index = spec.rank % torch.cuda.device_count()
+    os.environ["LOCAL_RANK"] = str(index)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _join(spec: RankSpec, device: torch.device) -> Any:
+    """Meet the other ranks, all on this machine."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    timeout = timedelta(seconds=spec.timeout_s)
+    store = dist.TCPStore(LOOPBACK, spec.store_port, is_master=False, timeout=timeout)
+    owns_gpu = device.type == "cuda" and spec.num_ranks <= torch.cuda.device_count()
+    dist.init_process_group(
+        "nccl" if owns_gpu else "gloo",
+        store=dist.PrefixStore("ranks", store),
+        rank=spec.rank,
+        world_size=spec.num_ranks,
+        timeout=timeout,
+        device_id=device if owns_gpu else None,
+    )
+    return store
+
+
+def _end_with_parent(spec: RankSpec, lifeline: Connection) -> None:
+    """Have this process end soon after its parent, even if the parent is killed while this one is busy."""
+
+    def watch() -> None:
+        try:
+            lifeline.recv()
+        except EOFError:
+            _unpin(spec)
+            os._exit(ORPHAN_EXIT)
+
+    threading.Thread(target=watch, name="hisparse-lifeline", daemon=True).start()
+    if spec.device == "cpu" and os.getppid() == spec.parent:
+        # For a rank that runs no Python any more. Not on a GPU: the system would unpin its memory, unkillable.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _unpin(spec: RankSpec) -> None:
+    """Give pinned memory back within a bounded time."""
+    if spec.device != "cpu":
+        from hisparse.worker.cuda import teardown
+
+        teardown.run_all()
+
+
+def _say(channel: Connection, message: object) -> None:
+    """What an ending rank says is heard, or not."""
+    try:
+        channel.send(message)
+    except (OSError, ValueError, TypeError, AttributeError):
+        print("the parent could not be told", flush=True)

@@ -1,0 +1,35 @@
+"""What a rank is told when it starts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hisparse.engine.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """Everything that rank `rank` is told when it starts. It loads the model itself, by name.
+
+    `device`: "cpu" or "cuda", of which it takes the one of its number, or one that it shares. `store_port`: where the
+    ranks find each other, on this machine. `parent`: the process that starts it, 0 where the rank may outlive the
+    thread that does. `wants_revision`: whether it looks what weights it has. `prepare`: called first, with the rank;
+    for tests, which break something there.
+    """
+
+    rank: int
+    num_ranks: int
+    model: str
+    dtype: str
+    device: str
+    config: EngineConfig
+    store_port: int
+    parent: int
+    timeout_s: float
+    num_threads: int
+    wants_revision: bool = False
+    prepare: Callable[[int], None] | None = None
+
+    @property
+    def name(self) -> str:
+        """The rank as messages call it."""
+        return f"rank {self.rank}"

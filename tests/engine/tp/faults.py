@@ -1,0 +1,131 @@
+"""Ranks that are broken on purpose. Each is a callable that a rank's process is given before it does anything."""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hisparse.engine import executor
+from hisparse.engine.tp import rank_process
+from hisparse.errors import InvariantError
+from hisparse.worker import shared_pool
+from hisparse.worker.host_order import HostOrder
+
+PRELOADED = [
+    "hisparse.engine.tp.rank_process",
+    "transformers.models.deepseek_v32.modeling_deepseek_v32",
+    "transformers.models.glm_moe_dsa.modeling_glm_moe_dsa",
+    "transformers.distributed.configuration_utils",
+    "torch.distributed.tensor",
+    "tests.engine.tp.faults",
+]
+PHASES = (
+    "starts",
+    "meets the other ranks",
+    "loads the model",
+    "takes its memory",
+    "prefills",
+    "decodes",
+    "shuts down",
+)
+"""What ranks say that they do, in order."""
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    while True:
+        time.sleep(60)
+
+
+def stop() -> None:
+    """As a process that a debugger holds: not one more instruction."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail() -> None:
+    print("the disk is on fire", file=sys.stderr)
+    raise ValueError("a fault that nobody foresaw")
+
+
+def contradict() -> None:
+    raise InvariantError("page 7 is nowhere")
+
+
+@dataclass(frozen=True)
+class At:
+    """Rank `rank` does `fault` when it has said that it does `phase`."""
+
+    fault: Callable[[], None]
+    rank: int
+    phase: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.fault.__name__}s when it {self.phase}"
+
+    def __call__(self, rank: int) -> None:
+        if rank != self.rank:
+            return
+        if self.phase == PHASES[0]:
+            self.fault()
+        say: Any = rank_process._Rank._say
+
+        def faulty(self_: Any, phase: str) -> None:
+            say(self_, phase)
+            if phase == self.phase:
+                self.fault()
+
+        rank_process._Rank._say = faulty  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Every rank writes, when it ends, what is in its slab, its index keys and its host pool: digests, to a file."""
+
+    folder: Path
+
+    def __call__(self, rank: int) -> None:
+        close = executor.ModelRank.close
+
+        def close_and_tell(self_: executor.ModelRank) -> None:
+            worker = self_.worker
+            leaders = [worker.indexer.view(leader).storage for leader in range(len(worker.plan.model.leaders))]
+            contents = {"slab": worker.slab.storage, "keys": torch.cat(leaders), "host": worker.host_pool.storage}
+            told = {name: hashlib.sha256(bytes_.numpy().tobytes()).hexdigest() for name, bytes_ in contents.items()}
+            (self.folder / f"{rank}.json").write_text(json.dumps(told))
+            close(self_)
+
+        executor.ModelRank.close = close_and_tell  # type: ignore[method-assign]
+
+    def read(self) -> list[dict[str, str]]:
+        return [json.loads(file.read_text()) for file in sorted(self.folder.iterdir())]
+
+
+@dataclass(frozen=True)
+class SlowWriter:
+    """Rank 0 is slow to write the pool; its peers wait for it, or do not."""
+
+    heedless: bool
+
+    def __call__(self, rank: int) -> None:
+        if rank == 0:
+            run = shared_pool._Published.run
+
+            def slow(copies: Any) -> None:
+                time.sleep(0.05)
+                run(copies)
+
+            shared_pool._Published.run = slow  # type: ignore[method-assign]
+        elif self.heedless:
+            HostOrder.wait_published = lambda *_: None  # type: ignore[method-assign,assignment]
+            HostOrder.num_published = property(lambda _: 1 << 40)  # type: ignore[method-assign,assignment]

@@ -1,0 +1,176 @@
+"""Whatever happens to a rank, the run ends soon, says which rank it was, and leaves nothing behind."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hisparse.engine import EngineConfig, LoadedModel, load_model, offload
+from hisparse.engine.tp import ProcessExecutor, TensorParallel
+from hisparse.engine.tp.processes import Rank, RankProcesses
+from hisparse.errors import BackendError, HiSparseError, InputError
+from hisparse.offload.config import OffloadConfig
+from hisparse.offload.region import new_region_name
+from tests.engine.parity import Case, Outcome, assert_parity, prompt
+from tests.engine.parity import run as run_case
+from tests.engine.tp.faults import PHASES, At, contradict, fail, hang, kill, stop
+
+CASE = Case((prompt(1, 150),), max_tokens=4, offload=OffloadConfig(cpu_bytes=4 << 20))
+"""With regions of a CPU tier, which are files of shared memory with a name until all ranks have mapped them."""
+
+SOON = TensorParallel(2, start_s=60, step_s=60, close_s=10)
+HURRIED = TensorParallel(2, start_s=10, step_s=3, close_s=2)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load_model("builtin:tiny-v32")
+
+
+@pytest.fixture
+def run(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Outcome]]:
+    """One run of two ranks, broken by the fault that it is given. Checks that nothing is left of it."""
+    pids: list[int] = []
+    regions: list[str] = []
+
+    def name_and_remember(label: str) -> str:
+        regions.append(new_region_name(label))
+        return regions[-1]
+
+    monkeypatch.setattr(offload, "new_region_name", name_and_remember)
+    start = RankProcesses._start
+
+    def start_and_remember(*arguments: Any) -> Rank:
+        rank = start(*arguments)
+        pids.append(rank.process.pid or 0)
+        return rank
+
+    monkeypatch.setattr(RankProcesses, "_start", start_and_remember)
+
+    def one_run(fault: Callable[[int], None] | None, parallel: TensorParallel = SOON) -> Outcome:
+        monkeypatch.setattr(ProcessExecutor, "prepare", fault)
+        return run_case(loaded, replace(CASE, parallel=parallel))
+
+    assert shared_memory_of_this_process() == []
+    yield one_run
+    assert [pid for pid in pids if _is_alive(pid)] == []
+    assert shared_memory_of_this_process() == []
+    assert [file for file in os.listdir("/dev/shm") for name in regions if name in file] == []
+    assert multiprocessing.active_children() == []
+
+
+def shared_memory_of_this_process() -> list[str]:
+    """Files of shared memory, ours by name, that it has open or mapped."""
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    links += Path("/proc/self/maps").read_text().split()
+    return sorted({link for link in links if "memfd:hisparse" in link})
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process is there, and not only its exit code, which nobody has asked for yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("phase", PHASES[:-1])
+def test_a_rank_that_is_killed_is_named(run: Callable[..., Outcome], phase: str, rank: int) -> None:
+    with pytest.raises(BackendError, match=rf"^rank {rank} \(process \d+\) was ended by SIGKILL; before, it {phase}"):
+        run(At(kill, rank, phase))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_while_it_shuts_down_is_logged(
+    run: Callable[..., Outcome], rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert len(run(At(kill, rank, "shuts down")).tokens[0]) == CASE.max_tokens
+    assert f"rank {rank}" in caplog.text
+    assert "was ended by SIGKILL; before, it shuts down" in caplog.text
+
+
+def test_after_ranks_were_killed_the_next_start_works(loaded: LoadedModel, run: Callable[..., Outcome]) -> None:
+    with pytest.raises(BackendError):
+        run(At(kill, 1, "takes its memory"))
+    assert_parity(loaded, CASE, run(None))
+
+
+@pytest.mark.parametrize(("fault", "phase"), [(stop, "loads the model"), (hang, "decodes"), (stop, "decodes")])
+def test_a_rank_that_hangs_is_named_after_the_time_that_a_step_has(
+    run: Callable[..., Outcome], fault: Callable[[], None], phase: str
+) -> None:
+    with pytest.raises(BackendError, match=rf"rank 1 \(process \d+\) {phase}"):
+        run(At(fault, 1, phase), HURRIED)
+
+
+def test_a_rank_that_hangs_while_it_shuts_down_is_ended(
+    run: Callable[..., Outcome], caplog: pytest.LogCaptureFixture
+) -> None:
+    run(At(hang, 1, "shuts down"), HURRIED)
+    assert "rank 1 did not end by itself: it shuts down" in caplog.text
+
+
+def test_a_rank_s_last_words_are_told(run: Callable[..., Outcome]) -> None:
+    with pytest.raises(BackendError, match=r"^rank 1 .* failed; before, it decodes") as caught:
+        run(At(fail, 1, "decodes"))
+    assert "the disk is on fire" in str(caught.value)
+    assert "ValueError: a fault that nobody foresaw" in str(caught.value)
+
+
+def test_a_contradiction_in_a_rank_keeps_its_traceback(run: Callable[..., Outcome]) -> None:
+    with pytest.raises(HiSparseError, match=r"rank 0 .* failed") as caught:
+        run(At(contradict, 0, "prefills"))
+    assert "InvariantError: page 7 is nowhere" in str(caught.value)
+    assert "in serve" in str(caught.value)
+
+
+def test_what_a_rank_finds_wrong_with_the_input_is_one_line(loaded: LoadedModel) -> None:
+    nowhere = LoadedModel(
+        "/nowhere", loaded.model, loaded.tokenizer, loaded.geometry, loaded.dtype, loaded.eos_token_ids
+    )
+    with pytest.raises(InputError, match=r"^rank [01]: no model at /nowhere"):
+        ProcessExecutor(nowhere, CASE.config(loaded), SOON)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "message"),
+    [(3, "4 attention heads cannot be split over 3 ranks: use one of 1, 2, 4"), (0, "by one rank at least")],
+)
+def test_heads_that_cannot_be_split_are_refused_before_anything_starts(
+    loaded: LoadedModel, num_ranks: int, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        ProcessExecutor(loaded, CASE.config(loaded), TensorParallel(num_ranks))
+    assert multiprocessing.active_children() == []
+
+
+def _have_ranks(config: EngineConfig, name: str, told: Connection) -> None:
+    ProcessExecutor.start_method = "spawn"
+    executor = ProcessExecutor(load_model(name), config, SOON)
+    told.send(executor.pids)
+    hang()
+
+
+def test_ranks_end_when_the_process_that_started_them_is_killed(loaded: LoadedModel) -> None:
+    """Rank 0 notices it. Rank 1 is stopped and can do nothing about it, so the system does."""
+    hear, told = multiprocessing.Pipe(duplex=False)
+    context = multiprocessing.get_context("forkserver")
+    parent = context.Process(target=_have_ranks, args=(CASE.config(loaded), loaded.name, told))
+    parent.start()
+    assert hear.poll(60), "the ranks did not start"
+    pids: tuple[int, ...] = hear.recv()
+    os.kill(pids[1], signal.SIGSTOP)
+    parent.kill()
+    parent.join()
+    deadline = time.monotonic() + 20
+    while any(map(_is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_is_alive, pids))
