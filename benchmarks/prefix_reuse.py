@@ -12,7 +12,7 @@ files      a new engine on the same directory
 
 The model has random weights and the cache geometry of a real one (`_synthetic_model.py`); prefill is the engine's own.
 Where tokens came from is the engine's own count, and a turn whose count is not what was meant ends the run. Every turn
-must give the same token. Reading what was just written, files come out of the page cache unless `--direct` bypasses it.
+must give the same token. Files are read past the page cache, unless `--buffered` says otherwise.
 """
 
 import argparse
@@ -73,7 +73,7 @@ class Bench:
         )
         plan = config.plan(self._loaded.geometry)
         page_bytes = plan.device.payload_bytes + plan.indexer.payload_bytes
-        files = FileOptions((folder,), capacity_bytes=16 * pages * page_bytes, direct_io=args.direct)
+        files = FileOptions((folder,), capacity_bytes=16 * pages * page_bytes, direct_io=not args.buffered)
         return replace(
             config,
             slab_bytes=(pages + leases + 8) * plan.device.payload_bytes,
@@ -165,7 +165,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--chunk", type=int, default=2048, help="prompt tokens of a step")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--direct", action="store_true", help="read and write files past the page cache")
+    parser.add_argument("--buffered", action="store_true", help="read and write files through the page cache")
     parser.add_argument("--directory", type=Path, help="where files go (default: a temporary folder)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", action="store_true", help="write benchmarks/results/prefix_reuse.json")
