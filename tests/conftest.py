@@ -2,10 +2,15 @@
 
 import os
 import random
+import signal
 import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell runs us in its background, and processes that tests start would ignore Ctrl-C too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "repeatable",
