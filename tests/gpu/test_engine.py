@@ -13,7 +13,7 @@ from hisparse.cli.main import main
 from hisparse.config import KVDtype
 from hisparse.engine import Engine, EngineConfig, LoadedModel, SamplingParams, cuda_graphs, load_model
 from hisparse.engine.cuda_runner import CudaModelRunner
-from hisparse.engine.engine import RequestResult
+from hisparse.engine.result import RequestResult
 from tests.engine.wide import wide_model
 from tests.gpu.marks import NEEDS_GPU
 

@@ -8,7 +8,7 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -32,7 +32,7 @@ from hisparse.engine.observer import SelectionObserver
 from hisparse.engine.offload import EngineOffload
 from hisparse.engine.output import StepOutput, TextStream, TokenOutput
 from hisparse.engine.request import FinishReason, Request, RequestStatus
-from hisparse.engine.reuse import ReusedTokens
+from hisparse.engine.result import RequestResult
 from hisparse.engine.revision import check_weights, model_identity
 from hisparse.engine.sampler import SamplingParams
 from hisparse.engine.scheduler import ScheduledStep, Scheduler
@@ -44,25 +44,6 @@ from hisparse.worker import Backend, HiSparseWorker
 
 IDLE_SECONDS = 0.0002
 """How long a step takes that has nothing to compute, where what it waits for may be read by other threads."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestResult:
-    """A request's outcome, finished or so far. Times in seconds; `tpot_s` is the mean after the first token.
-
-    `reused`: where the KV of the prompt came from. `logits`: float32 `[vocab]` for each output token, kept only when
-    the engine was asked to.
-    """
-
-    request_id: str
-    prompt_tokens: int
-    output_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason | None
-    ttft_s: float | None
-    tpot_s: float | None
-    reused: ReusedTokens = field(default_factory=ReusedTokens)
-    logits: tuple[torch.Tensor, ...] = ()
 
 
 class Engine:
@@ -348,22 +329,7 @@ class Engine:
         return [self._result(request) for request in self._requests.values()]
 
     def _result(self, request: Request) -> RequestResult:
-        ttft = tpot = None
-        if request.first_token is not None and request.last_token is not None:
-            ttft = request.first_token - request.arrival
-            if request.num_output > 1:
-                tpot = (request.last_token - request.first_token) / (request.num_output - 1)
-        return RequestResult(
-            request_id=request.request_id,
-            prompt_tokens=request.num_prompt,
-            output_ids=tuple(request.output),
-            text=self._texts[request.request_id].text,
-            finish_reason=request.finish_reason,
-            ttft_s=ttft,
-            tpot_s=tpot,
-            reused=replace(request.reused),
-            logits=tuple(request.logits),
-        )
+        return RequestResult.of(request, self._texts[request.request_id].text)
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made. Waits for the device."""

@@ -20,8 +20,9 @@ import transformers
 
 from hisparse.config import KVDtype
 from hisparse.engine.config import EngineConfig
-from hisparse.engine.engine import Engine, RequestResult
+from hisparse.engine.engine import Engine
 from hisparse.engine.models import LoadedModel
+from hisparse.engine.result import RequestResult
 from hisparse.engine.sampler import SamplingParams
 from hisparse.engine.stock import StockRun, stock_generate, stock_model
 from hisparse.errors import InvariantError

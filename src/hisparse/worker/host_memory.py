@@ -21,17 +21,16 @@ class HostMemory(Protocol):
         ...
 
 
-class AnonymousMapping:
-    """Private anonymous pages: nothing is resident before it is written."""
+class _Mapping:
+    """What both kinds of mapping are, up to their end."""
 
-    def __init__(self, num_bytes: int) -> None:
-        """Raises `BackendError` with the amount when the system has no room for it."""
+    def __init__(self, fd: int, num_bytes: int, flags: int, what: str, advice: str) -> None:
         try:
-            self._mapping: mmap.mmap | None = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._mapping: mmap.mmap | None = mmap.mmap(fd, num_bytes, flags=flags)
         except (OSError, ValueError, OverflowError) as error:
             raise BackendError(
-                f"cannot map {num_bytes} bytes of host memory for the host pool ({error}): "
-                "make the host pool smaller, or free memory and raise the limit that `ulimit -v` shows"
+                f"cannot map {num_bytes} bytes of {what} memory for the host pool ({error}): "
+                f"make the host pool smaller, or {advice} the limit that `ulimit -v` shows"
             ) from error
 
     @property
@@ -39,6 +38,14 @@ class AnonymousMapping:
         if self._mapping is None:
             raise InvariantError("host memory was used after its release")
         return torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+
+class AnonymousMapping(_Mapping):
+    """Private anonymous pages: nothing is resident before it is written."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Raises `BackendError` with the amount when the system has no room for it."""
+        super().__init__(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, "host", "free memory and raise")
 
     def release(self) -> None:
         if self._mapping is None:
@@ -49,24 +56,12 @@ class AnonymousMapping:
         self._mapping = None
 
 
-class SharedMapping:
+class SharedMapping(_Mapping):
     """Pages of a file that other processes map too. They are there as long as one of them has the file or a mapping."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         """All of the first `num_bytes` of file `fd`, which stays the caller's. Raises `BackendError`."""
-        try:
-            self._mapping: mmap.mmap | None = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
-        except (OSError, ValueError, OverflowError) as error:
-            raise BackendError(
-                f"cannot map {num_bytes} bytes of shared memory for the host pool ({error}): "
-                "make the host pool smaller, or raise the limit that `ulimit -v` shows"
-            ) from error
-
-    @property
-    def storage(self) -> torch.Tensor:
-        if self._mapping is None:
-            raise InvariantError("host memory was used after its release")
-        return torch.frombuffer(self._mapping, dtype=torch.uint8)
+        super().__init__(fd, num_bytes, mmap.MAP_SHARED, "shared", "raise")
 
     def release(self) -> None:
         # Unmapped with the last tensor of it. What is in the pages is no longer this process's to throw away.
