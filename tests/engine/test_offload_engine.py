@@ -10,6 +10,7 @@ import torch
 
 from hisparse.config import WriteBack
 from hisparse.engine import Engine, EngineConfig, LoadedModel, RequestResult, SamplingParams, load_model
+from hisparse.engine.reuse import ReusedTokens
 from hisparse.engine.revision import weights_revision
 from hisparse.engine.stats import EngineStats
 from hisparse.engine.stock import stock_generate
@@ -96,6 +97,28 @@ def test_prompts_that_the_pools_had_to_give_up_come_back_from_memory_and_files(
     assert stats.spills > 0
     assert {tier.group for tier in stats.tiers} == {"resident", "indexer"}
     assert all(tier.num_evicted > 0 and tier.traffic.loads > 0 for tier in stats.tiers)
+
+
+def test_conversations_of_several_turns_find_their_kv_in_every_place(tiny: LoadedModel, tmp_path: Path) -> None:
+    """Prompts end with a page, one token into the next, and one short of its end. Pressure alone moves KV down."""
+    page = slab_bytes(tiny, BLOCK, 1) - slab_bytes(tiny, BLOCK, 0)
+    small = config(tiny, offload(tmp_path, cpu_bytes=1200 << 10), host_pool_bytes=40 * page, indexer_tokens=70 * BLOCK)
+    conversations = [SHARED + prompt(seed, more) for seed, more in ((31, BLOCK), (32, BLOCK + 1), (33, 2 * BLOCK - 1))]
+    found = ReusedTokens()
+    for engine_number in range(2):
+        with Engine(tiny, small) as engine:
+            for turn in range(3):
+                results = run(engine, conversations)
+                assert_like_stock(tiny, conversations, results)
+                for result in results:
+                    found.add(result.reused)
+                seed = 40 + 10 * engine_number + turn
+                pairs = enumerate(zip(conversations, results, strict=True))
+                # Six tokens of output and ten of a question: remainders stay what they were.
+                conversations = [text + result.output_ids + prompt(seed + i, 10) for i, (text, result) in pairs]
+                run(engine, [prompt(seed + 3, 250)] * (turn > 0))
+            assert engine.stats().rows.unreachable == 0
+    assert min(found.device, found.host, found.cpu_tier, found.files, found.computed) > 0, found
 
 
 def test_memory_alone_gives_prompts_back(tiny: LoadedModel) -> None:
