@@ -3,33 +3,55 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from hisparse.engine import load_model
 from hisparse.engine.models import describe_model
 from hisparse.engine.parallel import HostBacking, TensorParallel
 from tests.engine.parity import Case, prompt, run, stock
+from tests.engine.tp.collectives import COLLECTIVES, Collective, assert_like_gloo
 from tests.gpu.marks import NEEDS_GPU
 
 pytestmark = NEEDS_GPU
 
 FIRST = prompt(5, 230)
+SLEEP_CYCLES = 20_000_000
 CASE = Case((FIRST, prompt(6, 200), (*FIRST[:192], *prompt(7, 20))), max_tokens=10, max_running=2)
+
+
+def on_gpus(num_ranks: int) -> TensorParallel:
+    """The first step compiles, and so takes seconds."""
+    return TensorParallel(num_ranks, "cuda", start_s=40, step_s=25, close_s=10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_collective_of_ranks_that_share_a_gpu_waits_for_the_tensor_and_gives_what_gloo_gives(
+    collective: Collective, dtype: torch.dtype
+) -> None:
+    def late(tensor: torch.Tensor) -> torch.Tensor:
+        source = tensor.cuda()
+        made = torch.zeros_like(source)
+        torch.cuda._sleep(SLEEP_CYCLES)
+        return made.copy_(source)
+
+    assert_like_gloo(collective, dtype, late)
 
 
 @pytest.mark.parametrize("name", ["builtin:tiny-v32", "builtin:tiny-glm"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_on_gpus_generate_what_stock_generates(name: str, num_ranks: int) -> None:
-    parallel = TensorParallel(num_ranks, "cuda", start_s=240, step_s=120)
-    outcome = run(describe_model(name), replace(CASE, parallel=parallel))
+    # First, because it leaves most of what ranks would compile.
+    alone = run(load_model(name, device="cuda"), CASE)
+    outcome = run(describe_model(name), replace(CASE, parallel=on_gpus(num_ranks)))
     assert outcome.tokens == [stock(name, ids, CASE.params, CASE.max_tokens).tokens for ids in CASE.prompts]
     assert outcome.stats.spills > 0
     assert outcome.stats.rows.miss > 0 == outcome.stats.rows.unreachable
-    alone = run(load_model(name, device="cuda"), CASE)
     assert outcome.stats.kv.host_physical_bytes == alone.stats.kv.host_physical_bytes
 
 
 def test_ranks_with_pinned_pools_of_their_own_do_too() -> None:
-    parallel = TensorParallel(2, "cuda", HostBacking.PRIVATE, start_s=240, step_s=120)
+    parallel = replace(on_gpus(2), backing=HostBacking.PRIVATE)
     outcome = run(describe_model("builtin:tiny-v32"), replace(CASE, parallel=parallel))
     expected = [stock("builtin:tiny-v32", ids, CASE.params, CASE.max_tokens).tokens for ids in CASE.prompts]
     assert outcome.tokens == expected

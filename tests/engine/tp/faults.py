@@ -1,5 +1,6 @@
 """Ranks that are broken on purpose. Each is a callable that a rank's process is given before it does anything."""
 
+import ctypes
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from hisparse.engine import executor
-from hisparse.engine.tp import rank_process
+from hisparse.engine.tp import host_group, rank_process
 from hisparse.errors import InvariantError
 from hisparse.worker import shared_pool
 from hisparse.worker.host_order import HostOrder
@@ -56,6 +57,11 @@ def stop() -> None:
 def fail() -> None:
     print("the disk is on fire", file=sys.stderr)
     raise ValueError("a fault that nobody foresaw")
+
+
+def crash() -> None:
+    """As a library that reads a GPU's memory as the host's."""
+    ctypes.string_at(8)
 
 
 def contradict() -> None:
@@ -108,6 +114,32 @@ class Digests:
         executor.ModelRank.close = close_and_tell  # type: ignore[method-assign]
 
     def read(self) -> list[dict[str, str]]:
+        return [json.loads(file.read_text()) for file in sorted(self.folder.iterdir())]
+
+
+@dataclass(frozen=True)
+class HostStaged:
+    """Ranks on a CPU that do their collectives as ranks that share a GPU do. Each writes how many there were.
+
+    `is_lossy`: what comes back from the host is lost.
+    """
+
+    folder: Path
+    is_lossy: bool = False
+
+    def __call__(self, rank: int) -> None:
+        rank_process.backend_for = lambda device, num_ranks: host_group.NAME
+        if self.is_lossy:
+            host_group._given_back = lambda staged, whole: host_group._Done()
+        close = executor.ModelRank.close
+
+        def close_and_tell(self_: executor.ModelRank) -> None:
+            (self.folder / f"{rank}.json").write_text(json.dumps(rank_process.dist.group.WORLD.num_collectives))
+            close(self_)
+
+        executor.ModelRank.close = close_and_tell  # type: ignore[method-assign]
+
+    def read(self) -> list[int]:
         return [json.loads(file.read_text()) for file in sorted(self.folder.iterdir())]
 
 

@@ -20,7 +20,7 @@ from hisparse.offload.config import OffloadConfig
 from hisparse.offload.region import new_region_name
 from tests.engine.parity import Case, Outcome, assert_parity, prompt
 from tests.engine.parity import run as run_case
-from tests.engine.tp.faults import PHASES, At, contradict, fail, hang, kill, stop
+from tests.engine.tp.faults import PHASES, At, contradict, crash, fail, hang, kill, stop
 
 CASE = Case((prompt(1, 150),), max_tokens=4, offload=OffloadConfig(cpu_bytes=4 << 20))
 """With regions of a CPU tier, which are files of shared memory with a name until all ranks have mapped them."""
@@ -123,6 +123,18 @@ def test_a_rank_s_last_words_are_told(run: Callable[..., Outcome]) -> None:
         run(At(fail, 1, "decodes"))
     assert "the disk is on fire" in str(caught.value)
     assert "ValueError: a fault that nobody foresaw" in str(caught.value)
+
+
+def test_a_rank_that_crashes_says_where(run: Callable[..., Outcome]) -> None:
+    with pytest.raises(BackendError, match=r"^rank 1 .* was ended by SIGSEGV; before, it prefills") as caught:
+        run(At(crash, 1, "prefills"))
+    assert "in crash" in str(caught.value)
+
+
+def test_a_rank_that_hangs_is_asked_where(run: Callable[..., Outcome]) -> None:
+    with pytest.raises(BackendError, match=r"rank 1 \(process \d+\) prefills") as caught:
+        run(At(hang, 1, "prefills"), HURRIED)
+    assert "in hang" in str(caught.value)
 
 
 def test_a_contradiction_in_a_rank_keeps_its_traceback(run: Callable[..., Outcome]) -> None:

@@ -20,7 +20,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 from hisparse.engine.tp.messages import Close, Closed, Failed, Phase
-from hisparse.engine.tp.rank_process import Inherited, run_rank
+from hisparse.engine.tp.rank_process import SAY_WHERE, Inherited, run_rank
 from hisparse.engine.tp.rank_spec import RankSpec
 from hisparse.errors import BackendError, InputError, ProtocolError
 
@@ -30,7 +30,10 @@ GRACE_SECONDS = 2.0
 """After one rank failed, the others get so long to say or show which of them was the first."""
 UNPIN_SECONDS = 25.0
 """A rank with pinned memory that is told to end gives it back in that time."""
-LAST_WORDS_BYTES = 4000
+SAY_SECONDS = 0.3
+"""A rank that hangs gets so long to write where it is, once asked."""
+LAST_WORDS_BYTES = 12000
+"""Enough for the stacks of a crashed process, behind which are its many modules."""
 
 
 class RankError(BackendError):
@@ -206,6 +209,10 @@ class RankProcesses:
         raise error
 
     def _end_hanging(self, late: Sequence[Rank], timeout_s: float) -> None:
+        for rank in late:
+            if rank.process.is_alive():
+                os.kill(rank.process.pid or 0, SAY_WHERE)
+        time.sleep(SAY_SECONDS)
         names = ", ".join(rank.spec.name for rank in late)
         lines = [f"{names} did not answer in {timeout_s:g} s"]
         for rank in late:

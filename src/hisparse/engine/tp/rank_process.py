@@ -4,6 +4,7 @@ It ends when it is told to, when something fails, and when the process that star
 """
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ from hisparse.engine.executor import ModelRank, StepWork, default_backend
 from hisparse.engine.models import LoadedModel, load_model
 from hisparse.engine.parallel import HostBacking
 from hisparse.engine.revision import weights_revision
+from hisparse.engine.tp import host_group
 from hisparse.engine.tp.messages import (
     Close,
     Closed,
@@ -50,6 +52,9 @@ LOOPBACK = "127.0.0.1"
 ORPHAN_EXIT = 3
 """Exit code of a rank whose parent is gone."""
 
+SAY_WHERE = signal.SIGUSR1
+"""A rank that gets this signal writes where it is, even if it runs no Python."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -75,6 +80,9 @@ def run_rank(spec: RankSpec, inherited: Inherited) -> None:
     os.dup2(words, 1)
     os.dup2(words, 2)
     os.close(words)
+    # A rank that crashes, or is sent `SAY_WHERE`, writes where all its threads are.
+    faulthandler.enable(file=2)
+    faulthandler.register(SAY_WHERE, file=2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends the ranks
     _end_with_parent(spec, inherited.lifeline)
     try:
@@ -147,8 +155,8 @@ class _Rank:
         self._say("takes its memory")
         sharing = self._sharing(loaded) if request.backing is HostBacking.SHARED else None
         worker = request.caches.make_worker(default_backend(loaded, spec.config), spec.rank, sharing)
-        # Collectives of gloo run on the CPU, where a captured graph does not wait for them.
-        graphs = spec.config.cuda_graphs and dist.get_backend() != "gloo"
+        # Other collectives run on the CPU, where a captured graph does not wait for them.
+        graphs = spec.config.cuda_graphs and dist.get_backend() == "nccl"
         offload = request.caches.offload
         self._rank = rank = ModelRank(loaded, worker, replace(spec.config, cuda_graphs=graphs), offload)
         self._at_exit.callback(rank.close)
@@ -212,16 +220,25 @@ def _join(spec: RankSpec, device: torch.device) -> Any:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = timedelta(seconds=spec.timeout_s)
     store = dist.TCPStore(LOOPBACK, spec.store_port, is_master=False, timeout=timeout)
-    owns_gpu = device.type == "cuda" and spec.num_ranks <= torch.cuda.device_count()
+    backend = backend_for(device, spec.num_ranks)
+    if backend == host_group.NAME:
+        host_group.register()
     dist.init_process_group(
-        "nccl" if owns_gpu else "gloo",
+        backend,
         store=dist.PrefixStore("ranks", store),
         rank=spec.rank,
         world_size=spec.num_ranks,
         timeout=timeout,
-        device_id=device if owns_gpu else None,
+        device_id=device if backend == "nccl" else None,
     )
     return store
+
+
+def backend_for(device: torch.device, num_ranks: int) -> str:
+    """What carries out the collectives of `num_ranks` ranks, one of which computes on `device`."""
+    if device.type == "cpu":
+        return "gloo"
+    return "nccl" if num_ranks <= torch.cuda.device_count() else host_group.NAME
 
 
 def _end_with_parent(spec: RankSpec, lifeline: Connection) -> None:
