@@ -2,7 +2,7 @@
 
 import pytest
 
-from hisparse.cli.render import format_bytes, format_seconds, visible
+from hisparse.cli.render import format_bytes, format_seconds, format_share, visible
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,14 @@ def test_sizes_have_about_three_digits(num_bytes: int, text: str) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(None, "-"), (0.0004, "0.4 ms"), (0.25, "250.0 ms"), (2.5, "2.50 s")])
 def test_durations(seconds: float | None, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"),
+    [(1, 8, " (12.5% of the total)"), (8, 8, " (100.0% of the total)"), (9, 8, ""), (0, 0, "")],
+)
+def test_a_share_is_told_where_it_says_something(part: int, whole: int, text: str) -> None:
+    assert format_share(part, whole) == text
 
 
 def test_visible_keeps_text_and_replaces_controls() -> None:

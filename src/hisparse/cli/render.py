@@ -112,7 +112,7 @@ def _totals(stats: "EngineStats") -> Table:
     grid.add_column()
     lines = {
         "KV total": format_bytes(kv.total_bytes),
-        "KV on device": f"{format_bytes(kv.device_bytes)}{_share(kv.device_bytes, kv.total_bytes)}",
+        "KV on device": f"{format_bytes(kv.device_bytes)}{format_share(kv.device_bytes, kv.total_bytes)}",
         "KV on host": f"{format_bytes(kv.host_bytes)} in a pool of {format_bytes(kv.host_physical_bytes)}",
         "index keys": f"{format_bytes(kv.indexer_bytes)} on device",
         "pages": f"{kv.pages_resident} resident, {kv.pages_host} on host",
@@ -140,8 +140,9 @@ def _token(token: int | None) -> str:
     return "no token" if token is None else f"token {token}"
 
 
-def _share(part: int, whole: int) -> str:
-    return f" ({part / whole:.1%} of the total)" if whole else ""
+def format_share(part: int, whole: int) -> str:
+    """Nothing where a budget holds more than there is of KV: such a share says nothing."""
+    return f" ({part / whole:.1%} of the total)" if part <= whole and whole else ""
 
 
 def _verdict(verify: "VerifyResult") -> Text:
