@@ -121,8 +121,9 @@ def test_piped_output_is_text_and_table_with_no_bars(prompt_file: str) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_ctrl_c_prints_the_table_so_far(prompt_file: str) -> None:
-    endless = ["--max-tokens", "60000", "--ignore-eos", "--device-kv", "330KiB", "--stream"]
+@pytest.mark.parametrize("num_ranks", ["1", "2"])
+def test_ctrl_c_prints_the_table_so_far(prompt_file: str, num_ranks: str) -> None:
+    endless = ["--max-tokens", "60000", "--ignore-eos", "--device-kv", "330KiB", "--stream", "--tp", num_ranks]
     process = subprocess.Popen(
         [*HISPARSE, "generate", MODELS[0], "--prompt-file", prompt_file, *endless],
         stdout=subprocess.PIPE,
@@ -137,7 +138,7 @@ def test_ctrl_c_prints_the_table_so_far(prompt_file: str) -> None:
     finally:
         process.kill()
     shown = (first + rest).decode("utf-8")
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert "interrupted" in shown
     assert "rows served" in shown
     assert errors.decode("utf-8") == "hisparse: interrupted\n"

@@ -67,6 +67,12 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def require_device(device: str) -> None:
+    """Raise `BackendError` where a model cannot be moved to `device`."""
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise BackendError("no CUDA device is usable: use the CPU (--device cpu), or install a driver and a CUDA torch")
+
+
 def load_model(name_or_path: str, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
     """Load a built-in model ("builtin:tiny-v32", "builtin:tiny-glm", "builtin:finder") or a checkpoint directory.
 
@@ -76,8 +82,7 @@ def load_model(name_or_path: str, dtype: str = "float32", device: str = "cpu") -
     Raises `BackendError` for a device that is not there.
     """
     torch_dtype = parse_dtype(dtype)
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise BackendError("no CUDA device is usable: use the CPU (--device cpu), or install a driver and a CUDA torch")
+    require_device(device)
     if name_or_path.startswith(BUILTIN_PREFIX) and name_or_path != FINDER:
         model, tokenizer = builtin_model(name_or_path, torch_dtype), ByteTokenizer()
         return _loaded(name_or_path, model.to(device), tokenizer, dtype)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from hisparse.engine import EngineConfig, LoadedModel, load_model, offload
-from hisparse.engine.tp import ProcessExecutor, TensorParallel
+from hisparse.engine import Engine, EngineConfig, LoadedModel, SamplingParams, load_model, offload
+from hisparse.engine.tp import ProcessExecutor, TensorParallel, processes
 from hisparse.engine.tp.processes import Rank, RankProcesses
 from hisparse.errors import BackendError, HiSparseError, InputError
 from hisparse.offload.config import OffloadConfig
@@ -150,6 +150,58 @@ def test_what_a_rank_finds_wrong_with_the_input_is_one_line(loaded: LoadedModel)
     )
     with pytest.raises(InputError, match=r"^rank [01]: no model at /nowhere"):
         ProcessExecutor(nowhere, CASE.config(loaded), SOON)
+
+
+@pytest.mark.usefixtures("run")
+def test_after_an_interrupted_step_the_ranks_are_asked_again_and_end(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they answer to the step that nobody waits for any more is not taken for an answer to what comes next."""
+    config = EngineConfig(max_tokens=64, block_size=16, parallel=SOON)
+    with Engine(loaded, config) as engine:
+        engine.add_request(prompt(1, 40), SamplingParams(max_tokens=4))
+
+        def interrupted(*_: object) -> None:
+            monkeypatch.setattr(processes, "wait", wait)
+            raise KeyboardInterrupt
+
+        wait = processes.wait
+        monkeypatch.setattr(processes, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        assert engine.stats().rows.resident > 0
+        assert engine.stats().rows.unreachable == 0
+
+
+@pytest.mark.usefixtures("run")
+def test_ctrl_c_while_a_step_is_handed_out_waits_until_every_rank_has_it(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Engine(loaded, EngineConfig(max_tokens=64, block_size=16, parallel=SOON)) as engine:
+            engine.add_request(prompt(1, 40), SamplingParams(max_tokens=4))
+            send = Connection.send
+
+            def send_and_press(channel: Connection, message: Any) -> None:
+                monkeypatch.setattr(Connection, "send", send)
+                os.kill(os.getpid(), signal.SIGINT)
+                channel.send(message)
+
+            monkeypatch.setattr(Connection, "send", send_and_press)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+            assert engine.stats().rows.resident > 0
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+@pytest.mark.usefixtures("run")
+def test_ranks_of_a_gpu_that_is_not_there_are_not_started(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(RankProcesses, "start", lambda *_: pytest.fail("ranks were started"))
+    with pytest.raises(BackendError, match="no CUDA device is usable: use the CPU"):
+        Engine(loaded, EngineConfig(max_tokens=64, parallel=replace(SOON, device="cuda")))
 
 
 @pytest.mark.parametrize(

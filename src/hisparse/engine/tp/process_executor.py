@@ -13,7 +13,7 @@ from hisparse.cache.groups import GroupKind
 from hisparse.connector import RegionCopies
 from hisparse.engine.config import EngineConfig
 from hisparse.engine.executor import CacheSpec, StepDone, StepWork
-from hisparse.engine.models import LoadedModel
+from hisparse.engine.models import LoadedModel, require_device
 from hisparse.engine.offload import Regions, Reports
 from hisparse.engine.parallel import HostBacking, TensorParallel
 from hisparse.engine.tp.messages import Count, Counted, Move, Moved, OpenCaches, Opened, Ready, Stepped
@@ -36,10 +36,11 @@ class ProcessExecutor:
     def __init__(self, loaded: LoadedModel, config: EngineConfig, parallel: TensorParallel) -> None:
         """`loaded` says which model the ranks load; of its weights nothing is used.
 
-        Raises `InputError` for a number of ranks that does not divide the model's heads, what a rank found wrong, and
-        `BackendError` for a rank that ended or hangs; nothing is left of any rank then.
+        Raises `InputError` for a number of ranks that does not divide the model's heads, `BackendError` for a device
+        that is not there and for a rank that ended or hangs, and what a rank found wrong; nothing is left of any then.
         """
         check_heads(loaded.config, parallel.num_ranks)
+        require_device(parallel.device)
         self._parallel = parallel
         self._host_bytes = 0
         # The ranks meet here; the system finds a free port.

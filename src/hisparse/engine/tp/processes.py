@@ -10,14 +10,17 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from hisparse.engine.tp.messages import Close, Closed, Failed, Phase
 from hisparse.engine.tp.rank_process import SAY_WHERE, Inherited, run_rank
@@ -81,12 +84,15 @@ class RankProcesses:
         self._context: Any = multiprocessing.get_context(method)
         self.ranks: list[Rank] = []
         self._closed = False
+        self._owed: Counter[int] = Counter()
+        """Answers that each rank has still to give. More than one after a request whose asker was interrupted."""
 
     def start(self, specs: Sequence[RankSpec], files: SharedFiles) -> None:
         """Start all ranks. `files` are needed until the ranks have answered once."""
         try:
             for spec in specs:
                 self.ranks.append(self._start(spec, files))
+                self._owed[spec.rank] = 1  # that it is ready
         except BaseException:
             self.kill()
             raise
@@ -95,15 +101,17 @@ class RankProcesses:
         """Send all ranks a request, None for none, and return their answers in order.
 
         Raises what a rank found wrong, with its name; `RankError` when one ended or did not answer in time. All ranks
-        have ended then.
+        have ended then. Interrupted by anything else, the ranks go on, and the next call passes over what they answer.
         """
         if self._closed:
             raise RankError("all ranks have ended")
         if request is not None:
-            for rank in self.ranks:
-                # One that is gone cannot be sent to; that it is gone is seen below.
-                with suppress(OSError):
-                    rank.channel.send(request)
+            with _uninterrupted():
+                for rank in self.ranks:
+                    # One that is gone cannot be sent to; that it is gone is seen below.
+                    with suppress(OSError):
+                        rank.channel.send(request)
+                    self._owed[rank.spec.rank] += 1
         until_s = time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
         while len(answers) < len(self.ranks):
@@ -177,22 +185,30 @@ class RankProcesses:
             rank = by_handle[handle]
             if handle is not rank.channel:
                 self._end_failed()
-            try:
-                message = rank.channel.recv()
-            except (EOFError, OSError):
+            with _uninterrupted():
+                self._hear(rank, answers)
+
+    def _hear(self, rank: Rank, answers: dict[int, Any]) -> None:
+        """Take one message that has come."""
+        try:
+            message = rank.channel.recv()
+        except (EOFError, OSError):
+            self._end_failed()
+        match message:
+            case Phase(name):
+                rank.phase = name
+            case Failed():
+                rank.failure = message
                 self._end_failed()
-            match message:
-                case Phase(name):
-                    rank.phase = name
-                case Failed():
-                    rank.failure = message
-                    self._end_failed()
-                case _ if rank.spec.rank in answers:
-                    raise ProtocolError(f"{rank.spec.name} answered twice, with a {type(message).__name__}")
-                case _:
+            case _ if not self._owed[rank.spec.rank]:
+                raise ProtocolError(f"{rank.spec.name} answered twice, with a {type(message).__name__}")
+            case _:
+                self._owed[rank.spec.rank] -= 1
+                # Ranks answer in order; what is older answers a request that nobody waits for any more.
+                if not self._owed[rank.spec.rank]:
                     answers[rank.spec.rank] = message
 
-    def _end_failed(self) -> None:
+    def _end_failed(self) -> NoReturn:
         """A rank failed. Find the one that was the first, end all, and raise."""
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and (silent := [rank for rank in self.ranks if not _is_over(rank)]):
@@ -266,6 +282,26 @@ class _Run:
 
     def __call__(self) -> None:
         run_rank(self.spec, self.inherited)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Within, Ctrl-C waits for the end: half a message would spoil a channel, and a rank alone in a step would hang.
+
+    Python hands signals to the main thread alone, so no other one is interrupted.
+    """
+    usual = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+        yield
+        return
+    pressed: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: pressed.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        if pressed:
+            usual(*pressed[0])
 
 
 def _join_all(ranks: Iterable[Rank], seconds: float) -> None:
