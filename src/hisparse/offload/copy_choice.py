@@ -3,7 +3,7 @@
 Measured on an H200 behind PCIe 5 x16, whose copy engine moves 55 GB/s (`benchmarks/results/canonical_cuda.json`, and
 `canonical_cuda_16k_by_engine.json` for 16 KiB by the copy engine): a batch of the copy engine is slow with fragments
 below 4 KiB, and with scattered ones of 16 KiB still (33 GB/s to the device, 46 to the host); from 32 KiB on it
-reaches 51 to 54. A kernel of 16 blocks moves 48 to 50 to the device and 50 to 51 to the host at every size, but takes
+reaches 51 to 54. A kernel of 16 blocks moves 46 to 50 to the device and 49 to 51 to the host at every size, but takes
 16 multiprocessors from the model while it runs.
 """
 
