@@ -73,9 +73,13 @@ def require_device(device: str) -> None:
         raise BackendError("no CUDA device is usable: use the CPU (--device cpu), or install a driver and a CUDA torch")
 
 
-def load_model(name_or_path: str, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
+def load_model(
+    name_or_path: str, dtype: str = "float32", device: str = "cpu", *, distributed: Any = None
+) -> LoadedModel:
     """Load a built-in model ("builtin:tiny-v32", "builtin:tiny-glm", "builtin:finder") or a checkpoint directory.
 
+    `distributed`: for a checkpoint, a transformers `DistributedConfig` over the default process group, all of whose
+    ranks call this: each reads and keeps its part only, on its own device (`tp.sharded_model.load_part`).
     Nothing is downloaded. Raises `InputError` for: a built-in model that is unknown, a directory that is missing or has
     no readable configuration, a model that is no sparse-attention model this library knows, missing weights or
     tokenizer, an unknown dtype.
@@ -88,7 +92,7 @@ def load_model(name_or_path: str, dtype: str = "float32", device: str = "cpu") -
         return _loaded(name_or_path, model.to(device), tokenizer, dtype)
     path = FINDER_FOLDER if name_or_path == FINDER else Path(name_or_path)
     read_config(path)
-    model = _load_weights(path, torch_dtype)
+    model = _load_weights(path, torch_dtype, distributed)
     return _loaded(name_or_path, model.to(device), _load_tokenizer(path, model.config), dtype)
 
 
@@ -184,7 +188,7 @@ def _loaded(name: str, model: Any, tokenizer: Tokenizer, dtype: str) -> LoadedMo
     )
 
 
-def _load_weights(path: Path, dtype: torch.dtype) -> Any:
+def _load_weights(path: Path, dtype: torch.dtype, distributed: Any) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -195,7 +199,12 @@ def _load_weights(path: Path, dtype: torch.dtype) -> Any:
     logging.disable_progress_bar()
     try:
         model, info = load(
-            path, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
+            path,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            output_loading_info=True,
+            distributed_config=distributed,
         )
     except Exception as error:  # transformers, safetensors and torch raise many types for a damaged checkpoint
         raise InputError(f"the weights of {path} cannot be loaded: {_one_line(error)}") from error

@@ -21,7 +21,7 @@ from hisparse.engine.tp.processes import RankProcesses, SharedFiles
 from hisparse.engine.tp.rank_process import LOOPBACK
 from hisparse.engine.tp.rank_spec import RankSpec
 from hisparse.engine.tp.sharded_model import check_heads
-from hisparse.errors import InvariantError
+from hisparse.errors import BackendError, InvariantError
 from hisparse.geometry import align_up
 from hisparse.worker.host_order import HostOrder, create_shared_file
 
@@ -56,6 +56,9 @@ class ProcessExecutor:
             raise
         ready: list[Ready] = answers
         self._revision = ready[0].revision
+        if len({answer.revision for answer in ready}) != 1:
+            self.close()
+            raise BackendError(f"the ranks loaded different weights: {loaded.name} was changed meanwhile; start again")
 
     @property
     def num_ranks(self) -> int:
@@ -135,6 +138,7 @@ class ProcessExecutor:
                 store_port=self._store.port,
                 # A thread that ends would take its child processes with it.
                 parent=os.getpid() if in_main else 0,
+                start_s=self._parallel.start_s,
                 timeout_s=self._parallel.step_s,
                 num_threads=max(1, torch.get_num_threads() // num_ranks),
                 wants_revision=config.offload is not None,

@@ -21,7 +21,7 @@ import torch
 import torch.distributed
 
 from hisparse.engine.executor import ModelRank, StepWork, default_backend
-from hisparse.engine.models import LoadedModel, load_model
+from hisparse.engine.models import LoadedModel
 from hisparse.engine.parallel import HostBacking
 from hisparse.engine.revision import weights_revision
 from hisparse.engine.tp import host_group
@@ -40,7 +40,7 @@ from hisparse.engine.tp.messages import (
     Stepped,
 )
 from hisparse.engine.tp.rank_spec import RankSpec
-from hisparse.engine.tp.sharded_model import shard_model
+from hisparse.engine.tp.sharded_model import load_part
 from hisparse.errors import HiSparseError, InvariantError
 from hisparse.worker.host_order import HostOrder
 from hisparse.worker.shared_pool import CpuPoolSharing, PoolSharing
@@ -143,10 +143,9 @@ class _Rank:
         self._store = _join(spec, device)
         self._at_exit.callback(dist.destroy_process_group)
         self._say("loads the model")
-        whole = load_model(spec.model, spec.dtype)
-        revision = weights_revision(whole.model) if spec.wants_revision and spec.rank == 0 else None
-        loaded = shard_model(whole, spec.num_ranks)
-        loaded = replace(loaded, model=loaded.model.to(device))
+        loaded = load_part(spec.model, spec.dtype, str(device), spec.num_ranks)
+        # All of them: what is split is gathered for it.
+        revision = weights_revision(loaded.model) if spec.wants_revision else None
         self._channel.send(Ready(revision))
         return loaded
 
@@ -218,7 +217,8 @@ def _use_device(spec: RankSpec) -> torch.device:
 def _join(spec: RankSpec, device: torch.device) -> Any:
     """Meet the other ranks, all on this machine."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    timeout = timedelta(seconds=spec.timeout_s)
+    # That of a step is seen to by the parent.
+    timeout = timedelta(seconds=max(spec.start_s, spec.timeout_s))
     store = dist.TCPStore(LOOPBACK, spec.store_port, is_master=False, timeout=timeout)
     backend = backend_for(device, spec.num_ranks)
     if backend == host_group.NAME:

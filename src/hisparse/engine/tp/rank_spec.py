@@ -12,8 +12,9 @@ class RankSpec:
 
     `device`: "cpu" or "cuda", of which it takes the one of its number, or one that it shares. `store_port`: where the
     ranks find each other, on this machine. `parent`: the process that starts it, 0 where the rank may outlive the
-    thread that does. `wants_revision`: whether it looks what weights it has. `prepare`: called first, with the rank;
-    for tests, which break something there.
+    thread that does. `start_s`: until all ranks are ready, one of which may load much longer than another.
+    `timeout_s`: what it waits for another one later. `wants_revision`: whether it looks what weights it has.
+    `prepare`: called first, with the rank; for tests, which break something there.
     """
 
     rank: int
@@ -24,6 +25,7 @@ class RankSpec:
     config: EngineConfig
     store_port: int
     parent: int
+    start_s: float
     timeout_s: float
     num_threads: int
     wants_revision: bool = False

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from hisparse.engine.models import LoadedModel
+from hisparse.engine.builtin import TINY_MODELS
+from hisparse.engine.models import LoadedModel, load_model
 from hisparse.errors import InputError
 
 
@@ -21,23 +22,30 @@ def check_heads(config: Any, num_ranks: int) -> None:
         raise InputError(f"{heads} attention heads cannot be split over {num_ranks} ranks: use one of {sizes}")
 
 
-def shard_model(loaded: LoadedModel, num_ranks: int) -> LoadedModel:
-    """The part of `loaded` that belongs to this rank of the default process group, all of whose ranks call this.
+def load_part(name_or_path: str, dtype: str, device: str, num_ranks: int) -> LoadedModel:
+    """The part of a model that belongs to this rank of the default process group, all of whose ranks call this.
 
-    The whole model is loaded where it is called, and is used up: weights that are split replace the whole ones. Raises
-    `InputError` as `check_heads` does.
+    Of a checkpoint, a rank reads its own part only, straight to its device; a model that is made where it is loaded is
+    made whole, and cut. Raises as `load_model` does. `num_ranks` divides the heads (`check_heads`).
     """
+    if num_ranks == 1:
+        return load_model(name_or_path, dtype, device)
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    check_heads(loaded.config, num_ranks)
-    if num_ranks == 1:
-        return loaded
-    model = loaded.model
-    config, _, mesh = type(model).prepare_distribute_model(DistributedConfig(tp_size=num_ranks, tp_plan="auto"))
+    distributed = DistributedConfig(tp_size=num_ranks, tp_plan="auto")
+    if name_or_path not in TINY_MODELS:
+        return load_model(name_or_path, dtype, device, distributed=distributed)
+    whole = load_model(name_or_path, dtype)
+    return replace(whole, model=_cut(whole.model, distributed).to(device))
+
+
+def _cut(model: Any, distributed: Any) -> Any:
+    """Replace the weights that are split by this rank's parts of them."""
+    config, _, mesh = type(model).prepare_distribute_model(distributed)
     with torch.no_grad():
         model = type(model).maybe_distribute_model(model, config, mesh)
         for parameter in model.parameters():
             # A part is at first a view of the whole, which would stay in memory for it.
             if hasattr(parameter, "to_local"):
                 parameter.data = parameter.data.clone()
-    return replace(loaded, model=model)
+    return model
