@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from hisparse.engine.tp.driver_files import remove_driver_files
 from hisparse.geometry import align_up
 from hisparse.protocol import Direction
 from hisparse.worker.cuda import CudaBackend
@@ -167,6 +168,7 @@ def run(num_ranks: int, *, heedless: bool = False) -> list[str]:
     barrier = context.Barrier(num_ranks)
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks - 1)]
     ranks = []
+    started_s = time.time()
     for rank in range(num_ranks):
         hear, told = context.Pipe(duplex=False)
         events = (pipes[rank - 1][0],) if rank else tuple(send for _, send in pipes)
@@ -181,6 +183,8 @@ def run(num_ranks: int, *, heedless: bool = False) -> list[str]:
     finally:
         for process, _ in ranks:
             process.kill()
+            process.join()
+            remove_driver_files(process.pid or 0, started_s)
         os.close(files.pool)
         os.close(files.order)
 

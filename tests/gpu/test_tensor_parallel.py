@@ -1,6 +1,7 @@
 """Several ranks on one GPU, or on one each, generate what stock transformers does, over one pinned host pool."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hisparse.engine import load_model
 from hisparse.engine.models import describe_model
 from hisparse.engine.parallel import HostBacking, TensorParallel
 from tests.engine.parity import Case, prompt, run, stock
+from tests.engine.test_offload_engine import CONVERSATIONS, SHARED, assert_like_stock, config, offload, one_run
 from tests.engine.tp.collectives import COLLECTIVES, Collective, assert_like_gloo
 from tests.gpu.marks import NEEDS_GPU
 
@@ -48,6 +50,19 @@ def test_ranks_on_gpus_generate_what_stock_generates(name: str, num_ranks: int) 
     assert outcome.stats.spills > 0
     assert outcome.stats.rows.miss > 0 == outcome.stats.rows.unreachable
     assert outcome.stats.kv.host_physical_bytes == alone.stats.kv.host_physical_bytes
+
+
+def test_engines_of_other_numbers_of_ranks_read_each_others_files(tmp_path: Path) -> None:
+    name, page = "builtin:tiny-v32", 16
+    for number, num_ranks in enumerate((2, 4, 1)):
+        loaded = describe_model(name) if num_ranks > 1 else load_model(name, device="cuda")
+        parallel = on_gpus(num_ranks) if num_ranks > 1 else None
+        results, stats = one_run(loaded, config(loaded, offload(tmp_path), parallel=parallel), CONVERSATIONS)
+        assert_like_stock(loaded, CONVERSATIONS, results)
+        assert stats.rows.unreachable == 0
+        # All but the first compute the ends of prompts only: less than a page of each.
+        assert (stats.reused.files > len(SHARED)) == bool(number)
+        assert (stats.reused.computed < len(CONVERSATIONS) * (page + 1)) == bool(number)
 
 
 def test_ranks_with_pinned_pools_of_their_own_do_too() -> None:

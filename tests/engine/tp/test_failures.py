@@ -7,20 +7,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hisparse.engine import Engine, EngineConfig, LoadedModel, SamplingParams, load_model, offload
+from hisparse.engine import Engine, EngineConfig, LoadedModel, SamplingParams, load_model
 from hisparse.engine.tp import ProcessExecutor, TensorParallel, processes
-from hisparse.engine.tp.processes import Rank, RankProcesses
+from hisparse.engine.tp.processes import RankProcesses
 from hisparse.errors import BackendError, HiSparseError, InputError
 from hisparse.offload.config import OffloadConfig
-from hisparse.offload.region import new_region_name
 from tests.engine.parity import Case, Outcome, assert_parity, prompt
 from tests.engine.parity import run as run_case
 from tests.engine.tp.faults import PHASES, At, contradict, crash, fail, hang, kill, stop
+from tests.engine.tp.leftovers import is_alive, nothing_is_left
 
 CASE = Case((prompt(1, 150),), max_tokens=4, offload=OffloadConfig(cpu_bytes=4 << 20))
 """With regions of a CPU tier, which are files of shared memory with a name until all ranks have mapped them."""
@@ -37,48 +36,13 @@ def loaded() -> LoadedModel:
 @pytest.fixture
 def run(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Outcome]]:
     """One run of two ranks, broken by the fault that it is given. Checks that nothing is left of it."""
-    pids: list[int] = []
-    regions: list[str] = []
-
-    def name_and_remember(label: str) -> str:
-        regions.append(new_region_name(label))
-        return regions[-1]
-
-    monkeypatch.setattr(offload, "new_region_name", name_and_remember)
-    start = RankProcesses._start
-
-    def start_and_remember(*arguments: Any) -> Rank:
-        rank = start(*arguments)
-        pids.append(rank.process.pid or 0)
-        return rank
-
-    monkeypatch.setattr(RankProcesses, "_start", start_and_remember)
 
     def one_run(fault: Callable[[int], None] | None, parallel: TensorParallel = SOON) -> Outcome:
         monkeypatch.setattr(ProcessExecutor, "prepare", fault)
         return run_case(loaded, replace(CASE, parallel=parallel))
 
-    assert shared_memory_of_this_process() == []
-    yield one_run
-    assert [pid for pid in pids if _is_alive(pid)] == []
-    assert shared_memory_of_this_process() == []
-    assert [file for file in os.listdir("/dev/shm") for name in regions if name in file] == []
-    assert multiprocessing.active_children() == []
-
-
-def shared_memory_of_this_process() -> list[str]:
-    """Files of shared memory, ours by name, that it has open or mapped."""
-    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    links += Path("/proc/self/maps").read_text().split()
-    return sorted({link for link in links if "memfd:hisparse" in link})
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether a process is there, and not only its exit code, which nobody has asked for yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    with nothing_is_left(monkeypatch):
+        yield one_run
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -235,6 +199,6 @@ def test_ranks_end_when_the_process_that_started_them_is_killed(loaded: LoadedMo
     parent.kill()
     parent.join()
     deadline = time.monotonic() + 20
-    while any(map(_is_alive, pids)) and time.monotonic() < deadline:
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(_is_alive, pids))
+    assert not any(map(is_alive, pids))

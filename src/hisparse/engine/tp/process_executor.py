@@ -91,6 +91,7 @@ class ProcessExecutor:
         # The ranks hold the shared files by now: whatever ends them gives the memory back.
         self._files.close()
         self._files = SharedFiles()
+        self._processes.remove_driver_files()
         shares = self._parallel.backing is HostBacking.SHARED
         pools = [answer.host_physical_bytes for answer in opened]
         self._host_bytes = pools[0] if shares else sum(pools)

@@ -22,6 +22,7 @@ from multiprocessing.reduction import DupFd
 from types import FrameType
 from typing import Any, NoReturn
 
+from hisparse.engine.tp.driver_files import remove_driver_files
 from hisparse.engine.tp.messages import Close, Closed, Failed, Phase
 from hisparse.engine.tp.rank_process import SAY_WHERE, Inherited, run_rank
 from hisparse.engine.tp.rank_spec import RankSpec
@@ -45,10 +46,14 @@ class RankError(BackendError):
 
 @dataclass(slots=True)
 class Rank:
-    """One rank as its parent sees it. `phase`: what it said that it does. `failure`: why it ended, if it said so."""
+    """One rank as its parent sees it. `started_s`: when, in Unix seconds. `phase`: what it said that it does.
+
+    `failure`: why it ended, if it said so.
+    """
 
     spec: RankSpec
     process: BaseProcess
+    started_s: float
     channel: Connection
     lifeline: Connection
     words: int
@@ -122,6 +127,11 @@ class RankProcesses:
                     self._end_hanging(late, timeout_s)
         return [answers[rank.spec.rank] for rank in self.ranks]
 
+    def remove_driver_files(self) -> None:
+        """Remove the names of memory that CUDA's driver shares between ranks. They are needed until all have it."""
+        for rank in self.ranks:
+            remove_driver_files(rank.process.pid or 0, rank.started_s)
+
     def close(self, timeout_s: float) -> None:
         """Tell all ranks to end, and see to it that they have. Idempotent. A rank that fails at it is logged."""
         if self._closed:
@@ -142,11 +152,13 @@ class RankProcesses:
         alive = [rank for rank in self.ranks if rank.process.is_alive()]
         pinned = [rank for rank in alive if rank.spec.device != "cpu"]
         for rank in pinned:
-            rank.process.terminate()
+            # As if this process were gone. A signal would wait for a call that waits for a rank that is no more.
+            rank.lifeline.close()
         _join_all(pinned, UNPIN_SECONDS)
         for rank in alive:
             rank.process.kill()
         _join_all(self.ranks, UNPIN_SECONDS)
+        self.remove_driver_files()
         for rank in self.ranks:
             rank.channel.close()
             rank.lifeline.close()
@@ -165,6 +177,7 @@ class RankProcesses:
             name=f"hisparse-{spec.rank}",
             daemon=True,
         )
+        started_s = time.time()
         try:
             process.start()
         except BaseException:
@@ -175,7 +188,7 @@ class RankProcesses:
         finally:
             theirs.close()
             their_end.close()
-        return Rank(spec, process, ours, lifeline, words)
+        return Rank(spec, process, started_s, ours, lifeline, words)
 
     def _listen(self, expected: Sequence[Rank], until_s: float, answers: dict[int, Any]) -> None:
         """Take what has come, at least one thing unless time runs out. Ends everything when a rank failed."""
