@@ -144,6 +144,11 @@ class CachePlan:
         return self.hot_blocks + TAIL_PAGES
 
     @property
+    def host_pool_physical_bytes(self) -> int:
+        """Memory of one host pool, alignment and the null block included."""
+        return self.num_host_blocks * self.host.block_stride
+
+    @property
     def usable_device_blocks(self) -> int:
         """Blocks of the slab that requests share: all but the null block and the staging lease."""
         return self.num_device_blocks - 1 - self.staging_blocks

@@ -52,6 +52,26 @@ def test_a_mistake_gives_one_line_and_exit_code_2(
     assert backend.loaded == []
 
 
+@pytest.mark.parametrize(
+    ("option", "size", "said"),
+    [
+        ("--host-pool", "900TiB", "the host pool takes"),
+        ("--device-kv", "900TiB", "there is no memory to keep account of"),
+        ("--staging-rows", "100000000000", "there is no memory to keep account of"),
+        ("--cpu-tier", "900TiB", "a shared region of"),
+    ],
+)
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_pools_that_no_machine_has_are_one_line(
+    option: str, size: str, said: str, ranks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", MODEL, "--prompt", "x", option, size, "--tp", ranks]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"hisparse: {said}")
+    assert shown.err.count("\n") == 1
+
+
 def test_a_prompt_that_is_not_text_is_named(backend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "image.png"
     file.write_bytes(b"ok\xff")

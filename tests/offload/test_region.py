@@ -12,9 +12,9 @@ import pytest
 
 from hisparse.errors import BackendError, CapacityError, InputError, InvariantError
 from hisparse.offload import memory_limits, region_control, shared_file
-from hisparse.offload.memory_limits import Room
 from hisparse.offload.region import Membership, SharedRegion, new_region_name
 from hisparse.offload.region_sweep import PREFIX, sweep_regions
+from hisparse.worker.memory_limits import Room
 from tests.offload.members import NUM_BLOCKS, ROW_BYTES, shared_folder
 
 SHORT = 0.05

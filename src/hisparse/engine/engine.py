@@ -38,9 +38,10 @@ from hisparse.engine.sampler import SamplingParams
 from hisparse.engine.scheduler import ScheduledStep, Scheduler
 from hisparse.engine.stats import BytesMoved, EngineStats, KVUse, PageWatch, RowUse
 from hisparse.engine.tp import ProcessExecutor
-from hisparse.errors import InputError, InvariantError
+from hisparse.errors import CapacityError, InputError, InvariantError
 from hisparse.offload.engine_layout import ModelIdentity
 from hisparse.worker import Backend, HiSparseWorker
+from hisparse.worker.memory_limits import require_memory
 
 IDLE_SECONDS = 0.0002
 """How long a step takes that has nothing to compute, where what it waits for may be read by other threads."""
@@ -68,8 +69,8 @@ class Engine:
 
         Raises `InputError` when `config.max_tokens` is more than the model has positions, an option is outside its
         range, the model's rows cannot be stored as `config.kv_dtype` or a directory for files cannot be used,
-        `CapacityError` for budgets that cannot run one request or keep one chunk, `BackendError` when memory cannot be
-        had.
+        `CapacityError` for budgets that cannot run one request or keep one chunk and for host pools that there is no
+        memory for, `BackendError` when memory cannot be had.
         """
         if config.max_tokens > loaded.max_tokens:
             raise InputError(
@@ -79,15 +80,24 @@ class Engine:
         self.loaded = loaded
         self.config = config
         self.plan = config.plan(loaded.geometry_for(config.kv_dtype))
+        # Before anything that grows with the pools is made.
+        num_pools = config.parallel.num_pools if config.parallel is not None else 1
+        require_memory("the host pool", num_pools * self.plan.host_pool_physical_bytes)
         self._num_swaps = 0
         self._failed = self._closed = False
         self._offload: EngineOffload | None = None
         self.executor = _make_executor(loaded, config, backend, observer)
         try:
             self._open_caches()
-        except BaseException:
+        except BaseException as error:
             self._failed = True
             self.close()
+            if isinstance(error, MemoryError):
+                raise CapacityError(
+                    f"there is no memory to keep account of {self.plan.num_device_blocks} device blocks and "
+                    f"{self.plan.num_host_blocks} host blocks: make the device budget, the staging rows or the host "
+                    "pool smaller"
+                ) from error
             raise
         self._requests: dict[str, Request] = {}
         self._texts: dict[str, TextStream] = {}

@@ -31,3 +31,8 @@ class TensorParallel:
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
             raise InputError(f"a model is computed by one rank at least, not by {self.num_ranks}")
+
+    @property
+    def num_pools(self) -> int:
+        """Host pools that there are on the node."""
+        return 1 if self.backing is HostBacking.SHARED else self.num_ranks

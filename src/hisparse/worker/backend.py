@@ -8,6 +8,7 @@ from hisparse.errors import BackendError
 from hisparse.kernels.contract import Resolver
 from hisparse.kernels.reference import ReferenceResolver
 from hisparse.worker.host_memory import AnonymousMapping, HostMemory
+from hisparse.worker.memory_limits import require_memory
 from hisparse.worker.side import InlineSideStream, SideStream
 from hisparse.worker.stream import CopyDelay, CopyStream, CpuStream
 
@@ -25,7 +26,10 @@ class Backend(Protocol):
         ...
 
     def allocate_host(self, num_bytes: int) -> HostMemory:
-        """Host memory that the device's copies and resolver can reach. Raises `BackendError` when there is none."""
+        """Host memory that the device's copies and resolver can reach.
+
+        Raises `CapacityError` when there is less memory left, `BackendError` when it cannot be had.
+        """
         ...
 
     def make_stream(self) -> CopyStream:
@@ -52,6 +56,7 @@ class CpuBackend:
         return torch.device("cpu")
 
     def allocate_device(self, num_bytes: int) -> torch.Tensor:
+        require_memory("the device's KV", num_bytes)
         try:
             return torch.zeros(num_bytes, dtype=torch.uint8)
         except (RuntimeError, MemoryError) as error:
@@ -60,6 +65,7 @@ class CpuBackend:
             ) from error
 
     def allocate_host(self, num_bytes: int) -> HostMemory:
+        require_memory("the host pool", num_bytes)
         return AnonymousMapping(num_bytes)
 
     def make_stream(self) -> CopyStream:

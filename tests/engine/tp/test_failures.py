@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from hisparse.engine import Engine, EngineConfig, LoadedModel, SamplingParams, load_model
-from hisparse.engine.tp import ProcessExecutor, TensorParallel, processes
+from hisparse.engine.tp import HostBacking, ProcessExecutor, TensorParallel, processes
 from hisparse.engine.tp.processes import RankProcesses
-from hisparse.errors import BackendError, HiSparseError, InputError
+from hisparse.errors import BackendError, CapacityError, HiSparseError, InputError
 from hisparse.offload.config import OffloadConfig
+from hisparse.worker.memory_limits import memory_rooms, tightest
 from tests.engine.parity import Case, Outcome, assert_parity, prompt
 from tests.engine.parity import run as run_case
 from tests.engine.tp.faults import PHASES, At, contradict, crash, fail, hang, kill, stop
-from tests.engine.tp.leftovers import is_alive, nothing_is_left
+from tests.engine.tp.leftovers import is_alive, nothing_is_left, shared_memory_of_this_process
 
 CASE = Case((prompt(1, 150),), max_tokens=4, offload=OffloadConfig(cpu_bytes=4 << 20))
 """With regions of a CPU tier, which are files of shared memory with a name until all ranks have mapped them."""
@@ -178,6 +179,20 @@ def test_heads_that_cannot_be_split_are_refused_before_anything_starts(
     with pytest.raises(InputError, match=message):
         ProcessExecutor(loaded, CASE.config(loaded), TensorParallel(num_ranks))
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize(("backing", "pools"), [(HostBacking.SHARED, 1), (HostBacking.PRIVATE, 2)])
+def test_host_pools_that_there_is_no_memory_for_are_refused_before_anything_starts(
+    loaded: LoadedModel, backing: HostBacking, pools: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two pools of more than half the memory each do not fit, though one would."""
+    limit = tightest(memory_rooms())
+    assert limit is not None
+    config = EngineConfig(max_tokens=64, host_pool_bytes=int(1.2 * limit.free_bytes / pools))
+    monkeypatch.setattr(RankProcesses, "start", lambda *_: pytest.fail("ranks were started"))
+    with pytest.raises(CapacityError, match=r"the host pool takes \d+ bytes of memory, but .* bytes left"):
+        Engine(loaded, replace(config, parallel=replace(SOON, backing=backing)))
+    assert shared_memory_of_this_process() == []
 
 
 def _have_ranks(config: EngineConfig, name: str, told: Connection) -> None:

@@ -154,8 +154,7 @@ def _shared_files(config: EngineConfig, loaded: LoadedModel, parallel: TensorPar
     if parallel.backing is HostBacking.PRIVATE:
         return SharedFiles()
     plan = config.plan(loaded.geometry_for(config.kv_dtype))
-    num_bytes = plan.num_host_blocks * plan.host.block_stride
-    pool = create_shared_file("host-pool", align_up(num_bytes, mmap.PAGESIZE))
+    pool = create_shared_file("host-pool", align_up(plan.host_pool_physical_bytes, mmap.PAGESIZE))
     try:
         return SharedFiles(pool, HostOrder.create_file(parallel.num_ranks))
     except BaseException:

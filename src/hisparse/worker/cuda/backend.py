@@ -10,6 +10,7 @@ from hisparse.worker.cuda.host_memory import PinnedMapping, PinRequest
 from hisparse.worker.cuda.side import CudaSideStream
 from hisparse.worker.cuda.stream import CudaStream
 from hisparse.worker.host_memory import HostMemory
+from hisparse.worker.memory_limits import require_memory
 from hisparse.worker.side import SideStream
 from hisparse.worker.stream import CopyStream
 
@@ -39,6 +40,7 @@ class CudaBackend:
             ) from error
 
     def allocate_host(self, num_bytes: int) -> HostMemory:
+        require_memory("the host pool", num_bytes)
         return PinnedMapping(PinRequest(num_bytes, self._device.index, self._node()))
 
     def make_stream(self) -> CopyStream:
