@@ -50,9 +50,12 @@ class FakeStream:
     def wait_event(self, event: FakeEvent) -> None:
         self.waits.append(event.recorded)
 
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.waits.append(other.waits[-1])
+
 
 class Ring:
-    """Rank 0, two peers, and the events between them."""
+    """Rank 0, two peers, and the events between them. The second peer is on another GPU."""
 
     def __init__(self, order: type[HostOrder] = HostOrder, timeout_s: float = PATIENT) -> None:
         self.file = HostOrder.create_file(3)
@@ -60,7 +63,11 @@ class Ring:
         self.streams: Any = [FakeStream() for _ in range(3)]
         orders = [order(self.file, rank, 3, timeout_s) for rank in range(3)]
         self.writer = CudaHostWriter(self.streams[0], orders[0], self.events)
-        self.readers = [CudaHostReader(self.streams[rank], orders[rank], self.events) for rank in (1, 2)]
+        self.relay: Any = FakeStream()
+        self.readers = [
+            CudaHostReader(self.streams[rank], orders[rank], self.events, relay)
+            for rank, relay in ((1, None), (2, self.relay))
+        ]
 
 
 @pytest.fixture
@@ -83,7 +90,8 @@ def test_every_copy_is_waited_for_by_every_peer_however_many_there_are() -> None
     for thread in threads:
         thread.join(PATIENT)
     os.close(ring.file)
-    assert [stream.waits for stream in ring.streams] == [[], *[list(range(1, NUM_COPIES + 1))] * 2]
+    waits = [stream.waits for stream in (*ring.streams, ring.relay)]
+    assert waits == [[], *[list(range(1, NUM_COPIES + 1))] * 3]
     assert [stream.num_blocks for stream in ring.streams] == [NUM_COPIES, 0, 0]
 
 

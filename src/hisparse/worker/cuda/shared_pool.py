@@ -65,7 +65,10 @@ class CudaPoolSharing:
             events = make_events(self._device)
             self._exchange(handles_of(events, self._device))
             return CudaHostWriter(stream, self._order, events)
-        return CudaHostReader(stream, self._order, open_events(self._exchange(None)))
+        handles = self._exchange(None)
+        writer_device = torch.device("cuda", handles.device_index)
+        relay = torch.cuda.Stream(writer_device) if writer_device != self._device else None
+        return CudaHostReader(stream, self._order, open_events(handles), relay)
 
 
 def make_events(device: torch.device) -> tuple[torch.cuda.Event, ...]:
@@ -108,20 +111,33 @@ class CudaHostWriter:
 
 
 class CudaHostReader:
-    """A peer on a GPU. `events`: rank 0's ring, opened here."""
+    """A peer on a GPU. `events`: rank 0's ring, opened here.
+
+    `relay`: a stream of this process on rank 0's GPU, where this rank has another one. The driver crashes where a
+    stream waits for another process's event of another GPU; what waits on that GPU can be waited for anywhere.
+    """
 
     is_writer = False
 
-    def __init__(self, stream: CudaStream, order: HostOrder, events: Sequence[torch.cuda.Event]) -> None:
+    def __init__(
+        self,
+        stream: CudaStream,
+        order: HostOrder,
+        events: Sequence[torch.cuda.Event],
+        relay: torch.cuda.Stream | None = None,
+    ) -> None:
         self._stream = stream
         self._order = order
         self._events = events
+        self._relay = relay
         self._count = 0
 
     def submit(self, copies: BlockCopies) -> CopyEvent:
         self._order.wait_published(self._count + 1)
-        self._stream.stream.wait_event(self._events[self._count % len(self._events)])
+        (self._relay or self._stream.stream).wait_event(self._events[self._count % len(self._events)])
         self._count += 1
         self._order.acknowledge(self._count)
+        if self._relay is not None:
+            self._stream.stream.wait_stream(self._relay)
         none = torch.empty(0, dtype=torch.int64, device="cpu")
         return self._stream.submit(BlockCopies(copies.source, copies.destination, none, none))
