@@ -86,7 +86,7 @@ def test_a_pool_may_take_all_that_is_left_and_not_one_byte_more(tmp_path: Path) 
 def test_a_pool_that_this_machine_has_no_memory_for_is_refused_before_it_is_mapped() -> None:
     limit = tightest(memory_rooms())
     assert limit is not None
-    with pytest.raises(CapacityError, match="the host pool takes .* make it smaller"):
+    with pytest.raises(CapacityError, match=r"the host pool takes .* make it smaller"):
         CpuBackend().allocate_host(2 * limit.free_bytes)
-    with pytest.raises(CapacityError, match="the device's KV takes .* make it smaller"):
+    with pytest.raises(CapacityError, match=r"the device's KV takes .* make it smaller"):
         CpuBackend().allocate_device(2 * limit.free_bytes)
