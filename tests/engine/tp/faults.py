@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -17,7 +18,9 @@ import torch
 from hisparse.engine import executor
 from hisparse.engine.tp import host_group, rank_process
 from hisparse.errors import InvariantError
+from hisparse.protocol import Direction
 from hisparse.worker import shared_pool
+from hisparse.worker.cuda.driver import DriverError
 from hisparse.worker.host_order import HostOrder
 
 PRELOADED = [
@@ -66,6 +69,15 @@ def crash() -> None:
 
 def contradict() -> None:
     raise InvariantError("page 7 is nowhere")
+
+
+def refuse() -> None:
+    """As a GPU's driver, by an exception that cannot be pickled."""
+    raise DriverError("copying pages failed: out of memory (CUDA driver error 2)", 2)
+
+
+def warn() -> None:
+    logging.getLogger("hisparse.worker").warning("the disk is %s", "slow")
 
 
 @dataclass(frozen=True)
@@ -141,6 +153,31 @@ class HostStaged:
 
     def read(self) -> list[int]:
         return [json.loads(file.read_text()) for file in sorted(self.folder.iterdir())]
+
+
+@dataclass(frozen=True)
+class FailsWhereItSpills:
+    """Rank 1 fails in a step that spills, before its forward pass: rank 0 waits for it there, and writes nothing."""
+
+    def __call__(self, rank: int) -> None:
+        if rank != 1:
+            return
+        forward = executor.ModelRank._forward
+
+        def failing(self_: executor.ModelRank, work: Any) -> Any:
+            if any(transfer.direction is Direction.DEVICE_TO_HOST for transfer in work.meta.command.transfers):
+                raise MemoryError("no room for the batch")
+            return forward(self_, work)
+
+        executor.ModelRank._forward = failing  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Unshared:
+    """Ranks that take pools of their own, though they were told to share one."""
+
+    def __call__(self, rank: int) -> None:
+        rank_process._Rank._sharing = lambda self_, loaded: None  # type: ignore[method-assign,assignment,return-value]
 
 
 @dataclass(frozen=True)

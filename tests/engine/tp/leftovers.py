@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hisparse.engine import offload
-from hisparse.engine.tp.processes import Rank, RankProcesses
+from hisparse.engine.tp.failures import Rank
+from hisparse.engine.tp.processes import RankProcesses
 from hisparse.offload.region import new_region_name
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -11,7 +11,7 @@ from hisparse.engine.models import describe_model
 from hisparse.engine.tp import HostBacking, ProcessExecutor, TensorParallel
 from hisparse.errors import InputError, InvariantError
 from tests.engine.parity import Case, Outcome, assert_parity, prompt, run
-from tests.engine.tp.faults import Digests, SlowWriter
+from tests.engine.tp.faults import Digests, SlowWriter, Unshared
 
 FIRST = prompt(5, 230)
 CASE = Case((FIRST, prompt(6, 200), (*FIRST[:192], *prompt(7, 20))), max_tokens=10, max_running=2, copy_delay=2)
@@ -48,6 +48,14 @@ def test_one_pool_serves_all_ranks_because_pools_of_their_own_would_be_alike_bit
     sizes = [outcome.stats.kv.host_physical_bytes for outcome in (alone, shared, private)]
     assert POOL_BYTES < sizes[0] < 2 * POOL_BYTES
     assert sizes == [sizes[0], sizes[0], 2 * sizes[0]]
+
+
+def test_control_ranks_that_share_nothing_though_told_to_are_counted(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = run(tiny, CASE)
+    monkeypatch.setattr(ProcessExecutor, "prepare", Unshared())
+    assert run(tiny, with_ranks(2)).stats.kv.host_physical_bytes == 2 * alone.stats.kv.host_physical_bytes
 
 
 @pytest.fixture

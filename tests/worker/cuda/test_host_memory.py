@@ -94,6 +94,26 @@ def test_an_exit_gives_back_what_nobody_released() -> None:
     memory.release()
 
 
+@pytest.mark.parametrize("ended_at", range(4))
+def test_a_process_that_ends_while_it_pins_gives_back_what_it_has_and_pins_no_more(ended_at: int) -> None:
+    """It is told by another thread, or by a signal, while a chunk is being registered."""
+    fake = FakeDriver()
+    tried = 0
+
+    def register(address: int, num_bytes: int) -> None:
+        nonlocal tried
+        tried += 1
+        if tried == ended_at + 1:
+            assert teardown.run_all()
+            assert not fake.registered
+        fake.register(address, num_bytes)
+
+    with pytest.raises(BackendError, match=f"broken off after {(ended_at + 1) * CHUNK} bytes"):
+        PinnedMapping(request(4 * CHUNK), Pinning(register, fake.unregister, fake.device_address, fake.context))
+    assert tried == ended_at + 1
+    assert not fake.registered
+
+
 def test_a_low_limit_of_locked_memory_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
     assert "ulimit -l unlimited" in pinning_advice("pinning failed", 1 << 30, 0)

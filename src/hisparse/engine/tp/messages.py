@@ -5,6 +5,7 @@ One more request is `executor.StepWork`, which a `Stepped` answers.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
@@ -39,12 +40,15 @@ class OpenCaches:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The memory is there. `host_physical_bytes`: of the pool that the rank sees, shared or not.
+    """The memory is there. `host_usable_bytes`, `host_physical_bytes`: of the pool that the rank sees, shared or not.
 
-    `digests`: of the mapping of each group's pages to its region, where there are tiers.
+    `host_file`: device and inode of the file that the pool maps, None where it maps none. `digests`: of the mapping of
+    each group's pages to its region, where there are tiers.
     """
 
+    host_usable_bytes: int
     host_physical_bytes: int
+    host_file: tuple[str, int] | None
     digests: Mapping[GroupKind, bytes]
 
 
@@ -94,12 +98,31 @@ class Closed:
     """Everything was given back; the process is about to end."""
 
 
+class FailureKind(Enum):
+    """Whose fault a failure is: the caller's, the machine's, or the library's."""
+
+    INPUT = "input"
+    BACKEND = "backend"
+    FAULT = "fault"
+
+
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A rank cannot go on, and ends. `error`: what it raised, if that was the library's own.
+    """A rank cannot go on, and ends. `text`: what the exception says; its traceback is among the rank's last words.
 
-    `at_s`: when, by the clock that all processes of a machine share. The traceback is among its last words.
+    `at_s`: when, by the clock that all processes of a machine share. Exceptions themselves do not cross: not all of
+    them can be put together again from what they were pickled to.
     """
 
-    error: Exception | None
+    kind: FailureKind
+    text: str
     at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A rank, on its own: a warning, or worse, of the logger `name`."""
+
+    name: str
+    level: int
+    text: str

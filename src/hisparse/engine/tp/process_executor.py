@@ -1,13 +1,12 @@
 """An engine's steps, carried out by several ranks in processes of their own."""
 
+import logging
 import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
-import torch.distributed
 
 from hisparse.cache.groups import GroupKind
 from hisparse.connector import RegionCopies
@@ -16,14 +15,16 @@ from hisparse.engine.executor import CacheSpec, StepDone, StepWork
 from hisparse.engine.models import LoadedModel, require_device
 from hisparse.engine.offload import Regions, Reports
 from hisparse.engine.parallel import HostBacking, TensorParallel
+from hisparse.engine.tp.meeting import make_store
 from hisparse.engine.tp.messages import Count, Counted, Move, Moved, OpenCaches, Opened, Ready, Stepped
 from hisparse.engine.tp.processes import RankProcesses, SharedFiles
-from hisparse.engine.tp.rank_process import LOOPBACK
 from hisparse.engine.tp.rank_spec import RankSpec
 from hisparse.engine.tp.sharded_model import check_heads
 from hisparse.errors import BackendError, InvariantError
 from hisparse.geometry import align_up
 from hisparse.worker.host_order import HostOrder, create_shared_file
+
+logger = logging.getLogger(__name__)
 
 
 class ProcessExecutor:
@@ -43,21 +44,19 @@ class ProcessExecutor:
         require_device(parallel.device)
         self._parallel = parallel
         self._host_bytes = 0
-        # The ranks meet here; the system finds a free port.
-        stores: Any = torch.distributed  # public, but its annotations do not say so
-        self._store = stores.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        self._store = make_store()
         self._files = _shared_files(config, loaded, parallel)
         self._processes = RankProcesses(self.start_method)
         try:
             self._processes.start(self._specs(loaded, config), self._files)
             answers = self._processes.ask(None, parallel.start_s)
         except BaseException:
-            self.close()
+            self._kill()
             raise
         ready: list[Ready] = answers
         self._revision = ready[0].revision
         if len({answer.revision for answer in ready}) != 1:
-            self.close()
+            self._kill()
             raise BackendError(f"the ranks loaded different weights: {loaded.name} was changed meanwhile; start again")
 
     @property
@@ -86,15 +85,21 @@ class ProcessExecutor:
                 OpenCaches(caches, self._parallel.backing), self._parallel.start_s
             )
         except BaseException:
-            self.close()
+            self._kill()
             raise
         # The ranks hold the shared files by now: whatever ends them gives the memory back.
         self._files.close()
         self._files = SharedFiles()
         self._processes.remove_driver_files()
-        shares = self._parallel.backing is HostBacking.SHARED
-        pools = [answer.host_physical_bytes for answer in opened]
-        self._host_bytes = pools[0] if shares else sum(pools)
+        # Ranks that map the same file have one pool together, whatever they were told.
+        pools = {answer.host_file or rank: answer.host_physical_bytes for rank, answer in enumerate(opened)}
+        self._host_bytes = sum(pools.values())
+        logger.info(
+            "host pool of %d ranks: %d bytes usable, %d bytes of memory",
+            self.num_ranks,
+            opened[0].host_usable_bytes,
+            self._host_bytes,
+        )
         return [answer.digests for answer in opened]
 
     def execute(self, work: StepWork) -> StepDone:
@@ -118,9 +123,22 @@ class ProcessExecutor:
         return [report for answer in answers for report in answer.reports]
 
     def close(self) -> None:
-        self._processes.close(self._parallel.close_s)
+        try:
+            self._processes.close(self._parallel.close_s)
+        finally:
+            self._give_back()
+
+    def _kill(self) -> None:
+        """End ranks that are not ready, and so would not hear that they are to end."""
+        try:
+            self._processes.kill()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
         self._files.close()
         self._files = SharedFiles()
+        self._store = None
 
     def _count(self) -> list[Counted]:
         return self._processes.ask(Count(), self._parallel.step_s)
@@ -137,8 +155,9 @@ class ProcessExecutor:
                 device=self._parallel.device,
                 config=config,
                 store_port=self._store.port,
+                parent=os.getpid(),
                 # A thread that ends would take its child processes with it.
-                parent=os.getpid() if in_main else 0,
+                dies_with_parent=in_main and self._parallel.device == "cpu",
                 start_s=self._parallel.start_s,
                 timeout_s=self._parallel.step_s,
                 num_threads=max(1, torch.get_num_threads() // num_ranks),

@@ -6,27 +6,24 @@ a collective without one rank never ends.
 """
 
 import logging
-import math
 import multiprocessing
 import os
-import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
-from types import FrameType
 from typing import Any, NoReturn
 
 from hisparse.engine.tp.driver_files import remove_driver_files
-from hisparse.engine.tp.messages import Close, Closed, Failed, Phase
+from hisparse.engine.tp.failures import Rank, RankError, culprit, describe, ended_how, said
+from hisparse.engine.tp.messages import Close, Closed, Failed, Logged, Phase
 from hisparse.engine.tp.rank_process import SAY_WHERE, Inherited, run_rank
 from hisparse.engine.tp.rank_spec import RankSpec
-from hisparse.errors import BackendError, InputError, ProtocolError
+from hisparse.engine.tp.sending import Outbox, uninterrupted
+from hisparse.errors import ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -36,36 +33,6 @@ UNPIN_SECONDS = 25.0
 """A rank with pinned memory that is told to end gives it back in that time."""
 SAY_SECONDS = 0.3
 """A rank that hangs gets so long to write where it is, once asked."""
-LAST_WORDS_BYTES = 12000
-"""Enough for the stacks of a crashed process, behind which are its many modules."""
-
-
-class RankError(BackendError):
-    """A rank ended or hangs. The message names it, says what it was doing, and what it said last."""
-
-
-@dataclass(slots=True)
-class Rank:
-    """One rank as its parent sees it. `started_s`: when, in Unix seconds. `phase`: what it said that it does.
-
-    `failure`: why it ended, if it said so.
-    """
-
-    spec: RankSpec
-    process: BaseProcess
-    started_s: float
-    channel: Connection
-    lifeline: Connection
-    words: int
-    phase: str = "starts"
-    failure: Failed | None = None
-
-    @property
-    def last_words(self) -> str:
-        """The end of what the process wrote."""
-        size = os.fstat(self.words).st_size
-        start = max(0, size - LAST_WORDS_BYTES)
-        return os.pread(self.words, size - start, start).decode(errors="replace").strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +56,7 @@ class RankProcesses:
         self._context: Any = multiprocessing.get_context(method)
         self.ranks: list[Rank] = []
         self._closed = False
+        self._outbox = Outbox()
         self._owed: Counter[int] = Counter()
         """Answers that each rank has still to give. More than one after a request whose asker was interrupted."""
 
@@ -110,14 +78,13 @@ class RankProcesses:
         """
         if self._closed:
             raise RankError("all ranks have ended")
-        if request is not None:
-            with _uninterrupted():
-                for rank in self.ranks:
-                    # One that is gone cannot be sent to; that it is gone is seen below.
-                    with suppress(OSError):
-                        rank.channel.send(request)
-                    self._owed[rank.spec.rank] += 1
         until_s = time.monotonic() + timeout_s
+        if request is not None:
+            if not self._outbox.wait(until_s):
+                self._end_hanging(self.ranks, timeout_s)
+            with uninterrupted():
+                self._outbox.post([rank.channel for rank in self.ranks], request)
+                self._owed.update(rank.spec.rank for rank in self.ranks)
         answers: dict[int, Any] = {}
         while len(answers) < len(self.ranks):
             self._listen([rank for rank in self.ranks if rank.spec.rank not in answers], until_s, answers)
@@ -136,37 +103,34 @@ class RankProcesses:
         """Tell all ranks to end, and see to it that they have. Idempotent. A rank that fails at it is logged."""
         if self._closed:
             return
-        for rank in self.ranks:
-            with suppress(OSError):
-                rank.channel.send(Close())
-        until_s = time.monotonic() + timeout_s
-        for rank in self.ranks:
-            self._hear_the_end(rank, until_s)
-        self.kill()
+        try:
+            until_s = time.monotonic() + timeout_s
+            if self._outbox.wait(until_s):
+                self._outbox.post([rank.channel for rank in self.ranks], Close())
+            for rank in self.ranks:
+                self._hear_the_end(rank, until_s)
+        finally:
+            self.kill()
 
     def kill(self) -> None:
-        """End all ranks, now: those with pinned memory are asked first. Idempotent."""
+        """End all ranks, now: those with pinned memory are asked first. Idempotent. Ctrl-C waits for the end."""
         if self._closed:
             return
-        self._closed = True
-        alive = [rank for rank in self.ranks if rank.process.is_alive()]
-        pinned = [rank for rank in alive if rank.spec.device != "cpu"]
-        for rank in pinned:
-            # As if this process were gone. A signal would wait for a call that waits for a rank that is no more.
-            rank.lifeline.close()
-        _join_all(pinned, UNPIN_SECONDS)
-        for rank in alive:
-            rank.process.kill()
-        _join_all(self.ranks, UNPIN_SECONDS)
-        self.remove_driver_files()
-        for rank in self.ranks:
-            rank.channel.close()
-            rank.lifeline.close()
-            os.close(rank.words)
-            if rank.process.exitcode is None:
-                logger.warning("%s (process %d) cannot be killed", rank.spec.name, rank.process.pid)
-            else:
-                rank.process.close()
+        with uninterrupted():
+            alive = [rank for rank in self.ranks if rank.process.is_alive()]
+            pinned = [rank for rank in alive if rank.spec.device != "cpu"]
+            for rank in pinned:
+                # A signal would wait for a call that waits for a rank that is no more.
+                with suppress(OSError):
+                    rank.lifeline.send(Close())
+            _join_all(pinned, UNPIN_SECONDS)
+            for rank in alive:
+                rank.process.kill()
+            _join_all(self.ranks, UNPIN_SECONDS)
+            self.remove_driver_files()
+            for rank in self.ranks:
+                _give_back(rank)
+            self._closed = True
 
     def _start(self, spec: RankSpec, files: SharedFiles) -> Rank:
         ours, theirs = self._context.Pipe()
@@ -198,7 +162,7 @@ class RankProcesses:
             rank = by_handle[handle]
             if handle is not rank.channel:
                 self._end_failed()
-            with _uninterrupted():
+            with uninterrupted():
                 self._hear(rank, answers)
 
     def _hear(self, rank: Rank, answers: dict[int, Any]) -> None:
@@ -207,33 +171,29 @@ class RankProcesses:
             message = rank.channel.recv()
         except (EOFError, OSError):
             self._end_failed()
-        match message:
-            case Phase(name):
-                rank.phase = name
-            case Failed():
-                rank.failure = message
+        if _takes_note(rank, message):
+            if rank.failure is not None:
                 self._end_failed()
-            case _ if not self._owed[rank.spec.rank]:
-                raise ProtocolError(f"{rank.spec.name} answered twice, with a {type(message).__name__}")
-            case _:
-                self._owed[rank.spec.rank] -= 1
-                # Ranks answer in order; what is older answers a request that nobody waits for any more.
-                if not self._owed[rank.spec.rank]:
-                    answers[rank.spec.rank] = message
+            return
+        if not self._owed[rank.spec.rank]:
+            raise ProtocolError(f"{rank.spec.name} answered twice, with a {type(message).__name__}")
+        self._owed[rank.spec.rank] -= 1
+        # Ranks answer in order; what is older answers a request that nobody waits for any more.
+        if not self._owed[rank.spec.rank]:
+            answers[rank.spec.rank] = message
 
     def _end_failed(self) -> NoReturn:
         """A rank failed. Find the one that was the first, end all, and raise."""
         deadline = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < deadline and (silent := [rank for rank in self.ranks if not _is_over(rank)]):
+        while time.monotonic() < deadline and (silent := [rank for rank in self.ranks if not rank.is_over]):
             wait([rank.process.sentinel for rank in silent], 0.05)
             for rank in self.ranks:
                 _drain(rank)
-            if any(_was_killed(rank) for rank in self.ranks):
+            if any(rank.was_killed for rank in self.ranks):
                 break
         for rank in self.ranks:
             _drain(rank)
-        culprit = _culprit(self.ranks)
-        error = _describe(culprit)
+        error = describe(culprit(self.ranks))
         self.kill()
         raise error
 
@@ -245,27 +205,25 @@ class RankProcesses:
         names = ", ".join(rank.spec.name for rank in late)
         lines = [f"{names} did not answer in {timeout_s:g} s"]
         for rank in late:
-            lines.append(f"{rank.spec.name} (process {rank.process.pid}) {rank.phase}{_said(rank)}")
+            lines.append(f"{rank.spec.name} (process {rank.process.pid}) {rank.phase}{said(rank)}")
         self.kill()
         raise RankError("; ".join(lines))
 
     def _hear_the_end(self, rank: Rank, until_s: float) -> None:
         """Until the rank says that it has closed, or is gone, or time runs out."""
         message: object = None
-        while not isinstance(message, Closed | Failed):
+        while not isinstance(message, Closed) and rank.failure is None:
             if not rank.channel.poll(max(0.0, until_s - time.monotonic())):
                 logger.warning("%s did not end by itself: it %s", rank.spec.name, rank.phase)
                 return
             try:
                 message = rank.channel.recv()
             except (EOFError, OSError):
-                logger.warning("%s", _ended_how(rank))
+                logger.warning("%s", ended_how(rank))
                 return
-            if isinstance(message, Phase):
-                rank.phase = message.name
-        if isinstance(message, Failed):
-            rank.failure = message
-            logger.warning("%s", _describe(rank))
+            _takes_note(rank, message)
+        if rank.failure is not None:
+            logger.warning("%s", describe(rank))
         rank.process.join(max(0.0, until_s - time.monotonic()))
 
 
@@ -297,24 +255,18 @@ class _Run:
         run_rank(self.spec, self.inherited)
 
 
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Within, Ctrl-C waits for the end: half a message would spoil a channel, and a rank alone in a step would hang.
-
-    Python hands signals to the main thread alone, so no other one is interrupted.
-    """
-    usual = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(usual):
-        yield
-        return
-    pressed: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: pressed.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, usual)
-        if pressed:
-            usual(*pressed[0])
+def _takes_note(rank: Rank, message: object) -> bool:
+    """Keep what a rank says on its own. False for an answer."""
+    match message:
+        case Phase(name):
+            rank.phase = name
+        case Failed():
+            rank.failure = message
+        case Logged(name, level, text):
+            logging.getLogger(name).log(level, "%s: %s", rank.spec.name, text)
+        case _:
+            return False
+    return True
 
 
 def _join_all(ranks: Iterable[Rank], seconds: float) -> None:
@@ -327,54 +279,15 @@ def _drain(rank: Rank) -> None:
     """Hear what a rank said before it ended."""
     with suppress(EOFError, OSError):
         while rank.channel.poll():
-            message = rank.channel.recv()
-            if isinstance(message, Failed):
-                rank.failure = message
-            elif isinstance(message, Phase):
-                rank.phase = message.name
+            _takes_note(rank, rank.channel.recv())
 
 
-def _is_over(rank: Rank) -> bool:
-    return rank.failure is not None or not rank.process.is_alive()
-
-
-def _was_killed(rank: Rank) -> bool:
-    """Whether the process ended without a word."""
-    return rank.failure is None and not rank.process.is_alive()
-
-
-def _culprit(ranks: Sequence[Rank]) -> Rank:
-    """The rank that failed by itself, while others only lost it: one that was killed, else the first that failed."""
-
-    def failed_at_s(rank: Rank) -> float:
-        if rank.failure is not None:
-            return rank.failure.at_s
-        return 0.0 if _was_killed(rank) else math.inf
-
-    return min(ranks, key=failed_at_s)
-
-
-def _describe(rank: Rank) -> Exception:
-    failure = rank.failure
-    if failure is not None and isinstance(failure.error, InputError | BackendError):
-        return type(failure.error)(f"{rank.spec.name}: {failure.error}")
-    if failure is not None:
-        return RankError(f"{rank.spec.name} (process {rank.process.pid}) failed; before, it {rank.phase}{_said(rank)}")
-    return RankError(_ended_how(rank))
-
-
-def _ended_how(rank: Rank) -> str:
-    rank.process.join(GRACE_SECONDS)
-    code = rank.process.exitcode
-    if code is None:
-        how = "closed its channel"
-    elif code < 0:
-        how = f"was ended by {signal.Signals(-code).name}"
+def _give_back(rank: Rank) -> None:
+    """What the parent has of a rank that was killed."""
+    rank.channel.close()
+    rank.lifeline.close()
+    os.close(rank.words)
+    if rank.process.exitcode is None:
+        logger.warning("%s (process %d) cannot be killed", rank.spec.name, rank.process.pid)
     else:
-        how = f"ended with exit code {code}"
-    return f"{rank.spec.name} (process {rank.process.pid}) {how}; before, it {rank.phase}{_said(rank)}"
-
-
-def _said(rank: Rank) -> str:
-    words = rank.last_words
-    return f". Its last words:\n{words}" if words else ", and said nothing"
+        rank.process.close()

@@ -3,19 +3,17 @@
 It ends when it is told to, when something fails, and when the process that started it is gone, whatever it does then.
 """
 
-import ctypes
 import faulthandler
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed
@@ -25,12 +23,14 @@ from hisparse.engine.models import LoadedModel
 from hisparse.engine.parallel import HostBacking
 from hisparse.engine.revision import weights_revision
 from hisparse.engine.tp import host_group
+from hisparse.engine.tp.meeting import LOOPBACK
 from hisparse.engine.tp.messages import (
     Close,
     Closed,
     Count,
     Counted,
     Failed,
+    FailureKind,
     Move,
     Moved,
     OpenCaches,
@@ -39,31 +39,31 @@ from hisparse.engine.tp.messages import (
     Ready,
     Stepped,
 )
+from hisparse.engine.tp.parent_channel import ParentChannel
+from hisparse.engine.tp.parent_watch import die_with_parent, end_with_parent
 from hisparse.engine.tp.rank_spec import RankSpec
 from hisparse.engine.tp.sharded_model import load_part
-from hisparse.errors import HiSparseError, InvariantError
+from hisparse.errors import BackendError, InputError, InvariantError
 from hisparse.worker.host_order import HostOrder
 from hisparse.worker.shared_pool import CpuPoolSharing, PoolSharing
 
 # Its stores are public, but its annotations do not say so.
 dist: Any = torch.distributed
 
-LOOPBACK = "127.0.0.1"
 ORPHAN_EXIT = 3
 """Exit code of a rank whose parent is gone."""
 
 SAY_WHERE = signal.SIGUSR1
 """A rank that gets this signal writes where it is, even if it runs no Python."""
 
-_PR_SET_PDEATHSIG = 1
-
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
     """What a rank's process has from its parent.
 
-    `channel`: requests and answers. `lifeline`: nothing ever comes; it ends when the parent does. Descriptors: `words`
-    takes standard output and errors, `pool` and `order` are the shared host pool's files, None for a private one.
+    `channel`: requests and answers. `lifeline`: what comes there, or its end, is the word to end at once. Descriptors:
+    `words` takes standard output and errors, `pool` and `order` are the shared host pool's files, None for a private
+    one.
     """
 
     channel: Connection
@@ -74,7 +74,7 @@ class Inherited:
 
 
 def run_rank(spec: RankSpec, inherited: Inherited) -> None:
-    """The whole life of a rank. Never raises: what fails is said over the channel, and in the exit code."""
+    """The whole life of a rank. Never returns: what fails is said over the channel, and in the exit code."""
     words = inherited.words.detach()
     # Standard output is the parent's: what commands print there is for programs to read.
     os.dup2(words, 1)
@@ -84,28 +84,49 @@ def run_rank(spec: RankSpec, inherited: Inherited) -> None:
     faulthandler.enable(file=2)
     faulthandler.register(SAY_WHERE, file=2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends the ranks
-    _end_with_parent(spec, inherited.lifeline)
+    channel = ParentChannel(inherited.channel)
+    end_with_parent(spec.parent, inherited.lifeline, lambda: _end(spec, ORPHAN_EXIT))
+    if spec.dies_with_parent and os.getppid() == spec.parent:
+        die_with_parent()
+    channel.forward_warnings()
+    at_exit = ExitStack()
     try:
-        with ExitStack() as at_exit:
-            _Rank(spec, inherited, at_exit).serve()
-        _say(inherited.channel, Closed())
+        _Rank(spec, inherited, channel, at_exit).serve()
+        at_exit.close()
     except BaseException as error:
+        # Nothing is given back in good order: that would wait for other ranks, which wait for this one, and meanwhile
+        # nobody would hear what failed.
         at_s = time.monotonic()
         traceback.print_exc()
         sys.stderr.flush()
-        _say(inherited.channel, Failed(error if isinstance(error, HiSparseError) else None, at_s))
-        _unpin(spec)
-        os._exit(1)
+        channel.say(Failed(_kind_of(error), str(error), at_s))
+        _end(spec, 1)
+    channel.say(Closed())
     # Nothing is left to do; threads of a communication library that do not end must not keep the process.
     os._exit(0)
+
+
+def _kind_of(error: BaseException) -> FailureKind:
+    if isinstance(error, InputError):
+        return FailureKind.INPUT
+    return FailureKind.BACKEND if isinstance(error, BackendError) else FailureKind.FAULT
+
+
+def _end(spec: RankSpec, code: int) -> NoReturn:
+    """Give pinned memory back within a bounded time, and end."""
+    if spec.device != "cpu":
+        from hisparse.worker.cuda import teardown
+
+        teardown.run_all()
+    os._exit(code)
 
 
 class _Rank:
     """What `run_rank` holds. All that has to be given back is left to `at_exit`."""
 
-    def __init__(self, spec: RankSpec, inherited: Inherited, at_exit: ExitStack) -> None:
+    def __init__(self, spec: RankSpec, inherited: Inherited, channel: ParentChannel, at_exit: ExitStack) -> None:
         self._spec = spec
-        self._channel = inherited.channel
+        self._channel = channel
         self._inherited = inherited
         self._at_exit = at_exit
         self._store: Any = None
@@ -159,7 +180,8 @@ class _Rank:
         offload = request.caches.offload
         self._rank = rank = ModelRank(loaded, worker, replace(spec.config, cuda_graphs=graphs), offload)
         self._at_exit.callback(rank.close)
-        return Opened(worker.host_pool.physical_bytes, rank.offload.digests if rank.offload is not None else {})
+        pool, digests = worker.host_pool, rank.offload.digests if rank.offload is not None else {}
+        return Opened(pool.usable_bytes, pool.physical_bytes, mapped_file(pool.storage.data_ptr()), digests)
 
     def _step(self, work: StepWork) -> Stepped:
         self._say_what(work)
@@ -241,33 +263,12 @@ def backend_for(device: torch.device, num_ranks: int) -> str:
     return "nccl" if num_ranks <= torch.cuda.device_count() else host_group.NAME
 
 
-def _end_with_parent(spec: RankSpec, lifeline: Connection) -> None:
-    """Have this process end soon after its parent, even if the parent is killed while this one is busy."""
-
-    def watch() -> None:
-        try:
-            lifeline.recv()
-        except EOFError:
-            _unpin(spec)
-            os._exit(ORPHAN_EXIT)
-
-    threading.Thread(target=watch, name="hisparse-lifeline", daemon=True).start()
-    if spec.device == "cpu" and os.getppid() == spec.parent:
-        # For a rank that runs no Python any more. Not on a GPU: the system would unpin its memory, unkillable.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _unpin(spec: RankSpec) -> None:
-    """Give pinned memory back within a bounded time."""
-    if spec.device != "cpu":
-        from hisparse.worker.cuda import teardown
-
-        teardown.run_all()
-
-
-def _say(channel: Connection, message: object) -> None:
-    """What an ending rank says is heard, or not."""
-    try:
-        channel.send(message)
-    except (OSError, ValueError, TypeError, AttributeError):
-        print("the parent could not be told", flush=True)
+def mapped_file(address: int) -> tuple[str, int] | None:
+    """Device and inode of the file that is mapped at an address of this process, None for memory of its own."""
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            span, _, _, device, inode, *_ = line.split()
+            start, end = (int(bound, 16) for bound in span.split("-"))
+            if start <= address < end:
+                return (device, int(inode)) if inode != "0" else None
+    raise InvariantError(f"nothing is mapped at {address:#x}")

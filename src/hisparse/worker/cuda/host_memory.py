@@ -65,6 +65,9 @@ class PinnedMapping:
         self._request = request
         self._pinning = pinning if pinning is not None else Pinning()
         self._registered: list[int] = []
+        self._is_ended = False
+        """Nothing more is pinned: it is given back, by the owner or because the process ends."""
+        self._teardown: int | None = None
         # Whole pages: a page that a registration shares with other memory of the process would be pinned with it.
         num_bytes = align_up(request.num_bytes, mmap.PAGESIZE)
         self._mapping = AnonymousMapping(num_bytes) if request.file is None else SharedMapping(request.file, num_bytes)
@@ -74,12 +77,12 @@ class PinnedMapping:
                 numa.prefer_node(self._address, request.num_bytes, request.node)
             prefer_huge_pages(self._address, align_up(request.num_bytes, mmap.PAGESIZE))
             prefault(self._address, align_up(request.num_bytes, mmap.PAGESIZE))
+            # First: a process that is to end while it pins has most of it pinned already.
+            self._teardown = teardown.add(self._unpin)
             self._register_all()
         except BaseException:
-            self._unpin()
-            self._mapping.release()
+            self.release()
             raise
-        self._teardown = teardown.add(self._unpin)
 
     @property
     def storage(self) -> torch.Tensor:
@@ -88,7 +91,8 @@ class PinnedMapping:
 
     def release(self) -> None:
         """Unpin and give back. Idempotent. Raises `DriverError` when the driver refuses."""
-        teardown.remove(self._teardown)
+        if self._teardown is not None:
+            teardown.remove(self._teardown)
         try:
             self._unpin()
         finally:
@@ -104,6 +108,8 @@ class PinnedMapping:
                     seen_at = self._pinning.device_address(address)
             except BackendError as error:
                 raise BackendError(pinning_advice(str(error), self._request.num_bytes, start)) from error
+            if self._is_ended:
+                raise BackendError(f"pinning was broken off after {start + size} bytes: the process ends")
             if seen_at != address:
                 raise BackendError(
                     "the GPU sees pinned host memory at addresses of its own, which this library does not support: "
@@ -111,10 +117,17 @@ class PinnedMapping:
                 )
 
     def _unpin(self) -> None:
-        """Unpin all chunks; goes on after a failure and raises the first one. Also called by another thread."""
-        registered, self._registered = self._registered, []
+        """Unpin all chunks; goes on after a failure and raises the first one. Also called by another thread.
+
+        A chunk that is being registered meanwhile is left to the thread that does: it looks whether all is ended.
+        """
+        self._is_ended = True
         errors: list[BackendError] = []
-        for address in registered:
+        while True:
+            try:
+                address = self._registered.pop()
+            except IndexError:  # another thread may have taken the last one
+                break
             try:
                 with self._pinning.context(self._request.device_index):
                     self._pinning.unregister(address)
