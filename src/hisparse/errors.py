@@ -25,6 +25,10 @@ class BackendError(HiSparseError, RuntimeError):
     """The machine lacks something: a driver, a compiler, pinned memory. The message names the fix."""
 
 
+class RankError(BackendError):
+    """A process that computes a part of the model ended or hangs. The message names it and has its last words."""
+
+
 class ProtocolError(HiSparseError, RuntimeError):
     """A message between scheduler and worker was unknown, repeated or out of order. The message names its id."""
 

@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from hisparse.cli.main import main
 from hisparse.engine import Engine, RequestResult, SamplingParams, load_model
 from hisparse.engine.reuse import ReusedTokens
+from hisparse.errors import InputError
 from tests.engine.parity import stock
 
 FINDER = "builtin:finder"
@@ -30,6 +32,9 @@ BAD_INPUT = {
     "block size": (["--block-size", "24"], "must be a power of two"),
     "metrics port": (["--metrics-port", "70000"], "--metrics-port"),
     "temperature": (["--temperature", "-1"], "temperature -1.0"),
+    "ranks": (["--tp", "3"], "4 attention heads cannot be split over 3 ranks"),
+    "no ranks": (["--tp", "0"], "--tp"),
+    "host backing": (["--host-backing", "private"], "name their number with --tp"),
     "verify is not for conversations": (["--verify"], "--verify"),
 }
 
@@ -73,9 +78,20 @@ def talk(monkeypatch: pytest.MonkeyPatch) -> Talk:
     return seen
 
 
-def chat(monkeypatch: pytest.MonkeyPatch, lines: list[str], *arguments: str) -> int:
+class Lines(io.StringIO):
+    """A pipe to read from. Each line is made when it is asked for."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        super().__init__()
+        self._lines = iter(lines)
+
+    def readline(self, size: int | None = -1) -> str:
+        return next((f"{line}\n" for line in self._lines), "")
+
+
+def chat(monkeypatch: pytest.MonkeyPatch, lines: Iterable[str], *arguments: str) -> int:
     """The exit code of a chat that is given `lines`."""
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    monkeypatch.setattr("sys.stdin", Lines(lines))
     return main(["chat", *arguments])
 
 
@@ -197,6 +213,20 @@ def test_a_conversation_that_no_pool_can_hold_is_one_line_and_is_kept(
     assert errors.count("\n") == 1
     assert len(talk.results) == 2
     assert talk.prompts[-1][: len(b"short")] == tuple(b"short")
+
+
+def test_an_engine_that_finds_its_input_wrong_in_a_turn_is_not_asked_again(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is refused before a turn leaves the engine as it was; a step that was broken off does not."""
+
+    def refuse(_: Engine) -> None:
+        raise InputError("rank 1: this is not to be had")
+
+    monkeypatch.setattr(Engine, "_step", refuse)
+    assert chat(monkeypatch, ["one", "two"], TINY[0]) == 2
+    assert capsys.readouterr().err == "hisparse: rank 1: this is not to be had\n"
+    assert talk.prompts == [tuple(b"one")]
 
 
 def test_generated_text_cannot_steer_the_terminal(

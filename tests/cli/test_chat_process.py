@@ -6,9 +6,13 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
+
+from tests.engine.tp.leftovers import is_alive
 
 CHAT = [sys.executable, "-m", "hisparse", "chat", "builtin:tiny-v32"]
 ENDLESS = ("--max-tokens", "16000", "--device-kv", "330KiB")
@@ -72,6 +76,32 @@ def test_ctrl_c_twice_leaves() -> None:
         errors = interrupt_until_it_ends(process)
         assert process.returncode == 130
         assert errors == b"hisparse: interrupted\n"
+
+
+def ranks_of(process: subprocess.Popen[bytes]) -> set[int]:
+    """The processes in which ranks of a chat are."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return {int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()}
+
+
+def test_ranks_outlive_an_answer_that_ctrl_c_ends_and_go_with_a_chat_that_is_told_to_end() -> None:
+    with talking(*ENDLESS, "--tp", "2") as (process, written, read):
+        ranks = set()
+        for line in (b"hello", b"again"):
+            say(written, line)
+            read.read(1)
+            ranks |= ranks_of(process)
+            process.send_signal(signal.SIGINT)
+            read.readline()
+            assert read.readline().startswith(b"[reused: ")
+        assert len(ranks) == 2
+        assert ranks_of(process) == ranks
+        process.terminate()
+        assert process.wait(LIMIT_S) == -signal.SIGTERM
+        until_s = time.monotonic() + LIMIT_S
+        while any(map(is_alive, ranks)):
+            assert time.monotonic() < until_s, "ranks are left"
+            time.sleep(0.02)
 
 
 def read_until(terminal: int, text: bytes) -> bytes:

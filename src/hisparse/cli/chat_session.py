@@ -13,8 +13,9 @@ from hisparse.cli.interrupts import Interrupts
 from hisparse.cli.metrics import metrics_for
 from hisparse.cli.options import GenerateOptions
 from hisparse.cli.progress import on_terminal
+from hisparse.cli.rank_watch import RankEnded, RankWatch
 from hisparse.cli.render import describe_turn, print_totals, visible
-from hisparse.cli.session import EXIT_DONE, EXIT_INTERRUPTED, check_options, engine_config, sampling_params
+from hisparse.cli.session import EXIT_DONE, EXIT_INTERRUPTED, check_options, engine_config, load, sampling_params
 from hisparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
 DEFAULT_CONTEXT = 16384
 """Tokens of a conversation at most, where the model has as many positions."""
 
+
 PROMPT = "> "
 HELP = "/quit or Ctrl-D leaves, /reset forgets the conversation, /stats says where its KV is, Ctrl-C ends an answer"
 
 
 def run_chat(options: GenerateOptions, context: int | None) -> int:
-    """Run the command and return its exit code: 0, or 130 when the user left with Ctrl-C.
+    """Run the command and return its exit code: 0, 1 when a rank ended or hangs, 130 when the user left with Ctrl-C.
 
     `options` are those of a run without prompts; a conversation has up to `context` tokens. Raises `InputError` and
     `BackendError` for what keeps it from beginning. Later mistakes are one line each, and the conversation goes on.
@@ -44,35 +46,47 @@ def run_chat(options: GenerateOptions, context: int | None) -> int:
 
 
 def _run(options: GenerateOptions, context: int | None, meter: "EngineMeter | None") -> int:
-    from hisparse.engine import Engine, load_model
+    from hisparse.engine import Engine
+    from hisparse.engine.tp import ProcessExecutor
 
     params = sampling_params(options.sampling)
-    loaded = load_model(options.model, options.dtype, options.device.device)
+    loaded = load(options)
     if context is None:
         context = max(min(DEFAULT_CONTEXT, loaded.max_tokens), params.max_tokens + 1)
     conversation = conversation_for(loaded.tokenizer)
     params = replace(params, stop=(*params.stop, *conversation.stop))
     longest_prompt = context - params.max_tokens
     config = engine_config(options, loaded.geometry_for(options.device.kv_dtype), [longest_prompt])
-    with Engine(loaded, config, meter=meter) as engine, Interrupts() as interrupts:
-        return Chat(engine, conversation, params, interrupts).run()
+    with Engine(loaded, config, meter=meter) as engine:
+        pids = engine.executor.pids if isinstance(engine.executor, ProcessExecutor) else ()
+        with Interrupts() as interrupts, RankWatch(pids) as ranks:
+            return Chat(engine, conversation, params, interrupts, ranks).run()
 
 
 class Chat:
     """A conversation at a terminal, or one read from a pipe, line by line, with one engine for all its turns."""
 
     def __init__(
-        self, engine: "Engine", conversation: Conversation, params: "SamplingParams", interrupts: Interrupts
+        self,
+        engine: "Engine",
+        conversation: Conversation,
+        params: "SamplingParams",
+        interrupts: Interrupts,
+        ranks: RankWatch,
     ) -> None:
         self._engine = engine
         self._conversation = conversation
         self._params = params
         self._interrupts = interrupts
+        self._ranks = ranks
         self._is_watched = on_terminal() and sys.stdin.isatty()
         self._console = Console(highlight=False, markup=False, emoji=False)
 
     def run(self) -> int:
-        """Read and answer until the input ends, or the user leaves. Returns the exit code."""
+        """Read and answer until the input ends, or the user leaves. Returns the exit code.
+
+        Raises `RankError` when a rank ended or hangs, and what else keeps the engine from going on.
+        """
         self._prepare_input()
         while self._interrupts.num < 2:
             try:
@@ -82,13 +96,18 @@ class Chat:
                 if self._interrupts.num < 2:
                     print("Ctrl-C again leaves")
                 continue
+            except RankEnded:
+                if self._is_watched:
+                    print()
+                self._engine.stats()  # raises: ranks that are asked tell which it was
+                raise
             if line is None or line.strip() == "/quit":
                 return EXIT_DONE
             self._interrupts.num = 0
             if line.startswith("/"):
                 self._command(line.strip())
             elif line.strip():
-                self._try_answer(line)
+                self._answer(line)
         print("hisparse: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
 
@@ -102,9 +121,9 @@ class Chat:
             print(f"{loaded.name}, conversations of up to {limit} tokens. {HELP}")
 
     def _read(self) -> str | None:
-        """The next line without its end; None when there are no more. Raises `KeyboardInterrupt`."""
+        """The next line without its end; None when there are no more. Raises `KeyboardInterrupt`, `RankEnded`."""
         try:
-            with self._interrupts.raising():
+            with self._interrupts.raising(), self._ranks.raising():
                 return input(PROMPT if self._is_watched else "")
         except EOFError:
             if self._is_watched:
@@ -120,13 +139,26 @@ class Chat:
         else:
             _complain(f"there is no command {visible(command)}: {HELP}; with a space before it, it is sent as text")
 
-    def _try_answer(self, text: str) -> None:
+    def _answer(self, text: str) -> None:
         try:
-            self._answer(text)
+            prompt_ids, request_id = self._ask(text)
         except InputError as error:
             _complain(str(error))
+            return
+        try:
+            for step in self._engine.run():
+                print(visible("".join(token.text for token in step.tokens)), end="", flush=True)
+                if self._interrupts.num:
+                    self._engine.abort(request_id)
+        finally:
+            print()
+        result = self._engine.take_result(request_id)
+        if result.output_ids:
+            self._conversation.keep(text, prompt_ids, result.output_ids, result.text)
+        print(describe_turn(result))
 
-    def _answer(self, text: str) -> None:
+    def _ask(self, text: str) -> tuple[list[int], str]:
+        """The prompt and its request. Raises `InputError` for what cannot be asked; the engine is then as before."""
         prompt_ids = self._conversation.ask(text)
         limit = self._engine.config.max_tokens
         room = limit - len(prompt_ids)
@@ -136,16 +168,7 @@ class Chat:
                 "answer: ask less, forget it with /reset, or start with a larger --context"
             )
         params = replace(self._params, max_tokens=min(self._params.max_tokens, room))
-        request_id = self._engine.add_request(prompt_ids, params)
-        for step in self._engine.run():
-            print(visible("".join(token.text for token in step.tokens)), end="", flush=True)
-            if self._interrupts.num:
-                self._engine.abort(request_id)
-        print()
-        result = self._engine.take_result(request_id)
-        if result.output_ids:
-            self._conversation.keep(text, prompt_ids, result.output_ids, result.text)
-        print(describe_turn(result))
+        return prompt_ids, self._engine.add_request(prompt_ids, params)
 
 
 def _complain(message: str) -> None:

@@ -1,8 +1,8 @@
 """The `hisparse` command and its error boundary.
 
-Exit codes: 0 done; 1 a comparison found a difference, or the output could not be written; 2 bad input, or a machine
-that lacks something; 130 interrupted. Bad input gives one line on standard error; any other exception is a fault of
-the library and keeps its traceback.
+Exit codes: 0 done; 1 a comparison found a difference, a process of the run was lost, or the output could not be
+written; 2 bad input, or a machine that lacks something; 130 interrupted. Bad input gives one line on standard error;
+any other exception is a fault of the library and keeps its traceback.
 """
 
 import errno
@@ -20,9 +20,9 @@ from hisparse.cli.doctor import doctor
 from hisparse.cli.eval import evaluate
 from hisparse.cli.generate import generate
 from hisparse.cli.kv import kv
-from hisparse.errors import BackendError, InputError
+from hisparse.errors import BackendError, InputError, RankError
 
-EXIT_OUTPUT_FAILED = 1
+EXIT_RUN_FAILED = 1
 EXIT_BAD_INPUT = 2
 
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(app(args=arguments, prog_name="hisparse", standalone_mode=False) or 0)
     except typer.TyperException as error:
         return _fail(error.format_message(), error.exit_code)
+    except RankError as error:
+        return _fail(str(error), EXIT_RUN_FAILED)
     except (InputError, BackendError) as error:
         return _fail(str(error), EXIT_BAD_INPUT)
 
@@ -90,7 +92,7 @@ def run() -> NoReturn:
             raise
         # The interpreter would flush again while it exits, and complain in its own words.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_OUTPUT_FAILED
+        code = EXIT_RUN_FAILED
         if error.errno != errno.EPIPE:
             _fail(f"the output could not be written: {error.strerror}", code)
     raise SystemExit(code)

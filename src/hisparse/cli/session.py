@@ -51,7 +51,7 @@ def _run(options: GenerateOptions, prompts: Sequence[Prompt], meter: "EngineMete
     from hisparse.engine import Engine
 
     params = sampling_params(options.sampling)
-    loaded = _load(options)
+    loaded = load(options)
     prompt_ids = encode_prompts(prompts, loaded.tokenizer.encode)
     config = engine_config(options, loaded.geometry_for(options.device.kv_dtype), [len(ids) for ids in prompt_ids])
     with Engine(loaded, config, meter=meter) as engine:
@@ -62,7 +62,7 @@ def _run(options: GenerateOptions, prompts: Sequence[Prompt], meter: "EngineMete
     if options.output.verify and not interrupted:
         try:
             if config.parallel is not None:
-                loaded = _load(options, with_weights=True)
+                loaded = load(options, with_weights=True)
             report = RunReport(report.results, report.stats, _verify(loaded, prompt_ids, params, config, report))
         except KeyboardInterrupt:
             interrupted = True
@@ -73,8 +73,11 @@ def _run(options: GenerateOptions, prompts: Sequence[Prompt], meter: "EngineMete
     return EXIT_DIFFERENT if report.verified_different else EXIT_DONE
 
 
-def _load(options: GenerateOptions, *, with_weights: bool = False) -> "LoadedModel":
-    """The model; where other processes compute it, without its weights, unless they are asked for."""
+def load(options: GenerateOptions, *, with_weights: bool = False) -> "LoadedModel":
+    """The model; where other processes compute it, without its weights, unless they are asked for.
+
+    Raises `InputError` and `BackendError` as `load_model` does.
+    """
     if options.device.num_ranks > 1 and not with_weights:
         from hisparse.engine import describe_model
 

@@ -17,9 +17,9 @@ from hisparse.engine import EngineConfig, LoadedModel, load_model
 from hisparse.engine.models import describe_model
 from hisparse.engine.tp import ProcessExecutor, TensorParallel
 from hisparse.engine.tp.exchange import decode_handles, encode_handles
-from hisparse.engine.tp.failures import RankError, RankFault
+from hisparse.engine.tp.failures import RankFault
 from hisparse.engine.tp.sending import SMALL_BYTES
-from hisparse.errors import BackendError
+from hisparse.errors import BackendError, RankError
 from hisparse.worker.cuda.shared_pool import EventHandles
 from tests.engine.parity import Case, prompt, run
 from tests.engine.tp.faults import At, FailsWhereItSpills, hang, refuse, stop, warn

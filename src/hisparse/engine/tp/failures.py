@@ -10,16 +10,12 @@ from multiprocessing.process import BaseProcess
 
 from hisparse.engine.tp.messages import Failed, FailureKind
 from hisparse.engine.tp.rank_spec import RankSpec
-from hisparse.errors import BackendError, HiSparseError, InputError
+from hisparse.errors import BackendError, HiSparseError, InputError, RankError
 
 LAST_WORDS_BYTES = 12000
 """Enough for the stacks of a crashed process, behind which are its many modules."""
 JOIN_SECONDS = 2.0
 """A process that closed its channel has ended by then."""
-
-
-class RankError(BackendError):
-    """A rank ended or hangs. The message names it, says what it was doing, and what it said last."""
 
 
 class RankFault(HiSparseError, RuntimeError):

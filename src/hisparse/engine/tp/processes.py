@@ -18,12 +18,12 @@ from multiprocessing.reduction import DupFd
 from typing import Any, NoReturn
 
 from hisparse.engine.tp.driver_files import remove_driver_files
-from hisparse.engine.tp.failures import Rank, RankError, culprit, describe, ended_how, said
+from hisparse.engine.tp.failures import Rank, culprit, describe, ended_how, said
 from hisparse.engine.tp.messages import Close, Closed, Failed, Logged, Phase
 from hisparse.engine.tp.rank_process import SAY_WHERE, Inherited, run_rank
 from hisparse.engine.tp.rank_spec import RankSpec
 from hisparse.engine.tp.sending import Outbox, uninterrupted
-from hisparse.errors import ProtocolError
+from hisparse.errors import ProtocolError, RankError
 
 logger = logging.getLogger(__name__)
 
