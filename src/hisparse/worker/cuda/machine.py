@@ -91,7 +91,7 @@ def find_driver() -> Finding:
     try:
         number = driver.version()
     except BackendError as error:
-        return Finding("driver", Status.MISSING, str(error), "install the NVIDIA driver, 525 or newer")
+        return Finding("driver", Status.MISSING, str(error), "install the NVIDIA driver, 580 or newer (CUDA 13)")
     name = f"CUDA {number // 1000}.{number % 1000 // 10}"
     if not driver.copies_in_batches():
         return Finding(
