@@ -354,7 +354,7 @@ class DelayedBackend(CpuBackend):
 def churn(stream: type[CpuStream] = CpuStream, num_ops: int = 300) -> System:
     """Requests come, grow, decode under pressure and go. Returns the system, closed, with what it counted."""
     rng = random.Random(1)
-    system = System(make_plan(16, 24), DelayedBackend(stream))
+    system = System(make_plan(16, 40), DelayedBackend(stream))
     with system.worker:
         for _ in range(num_ops):
             requests = list(system.running.values())

@@ -182,6 +182,7 @@ def test_a_scrape_from_another_thread_waits_for_the_step_at_hand(tiny: LoadedMod
             pass
         is_over.set()
         asking.join()
+        scrapes.append(scrape(metrics.registry))
         stats = engine.stats()
     assert len(scrapes) > 2
     for name in ("hisparse_page_spills_total", "hisparse_selected_rows_total", "hisparse_step_time_seconds_count"):

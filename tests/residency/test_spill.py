@@ -155,7 +155,7 @@ def twin_that_leaves() -> World:
     world.start("b", 1, num_pages=3)
     world.spill("a", 3)
     world.log.drain()
-    assert world.coordinator._spill(world.coordinator.pages("b"), 2) == 2
+    assert world.coordinator._spill(world.coordinator.pages("b").holder, 2) == 2
     return world
 
 
@@ -230,9 +230,9 @@ def test_restore_brings_pages_back_and_keeps_the_host_copy_findable() -> None:
     assert world.states("a") == [HOST, HOST, HOST, RESIDENT], "the truth is on the host until the copy is enqueued"
     world.report(enqueued=[transfer])
     assert world.states("a") == [HOST, RESIDENT, RESIDENT, RESIDENT]
-    assert world.coordinator.pages("a").spillable(9) == [3], "pages on their way back stay"
+    assert world.would_leave("a") == [3], "pages on their way back stay"
     world.report(completed=[transfer])
-    assert world.coordinator.pages("a").spillable(9) == [1, 2, 3]
+    assert world.would_leave("a") == [1, 2, 3]
     assert world.coordinator.totals.restores == 2
     assert world.coordinator.host_pool.lookup(world.coordinator.pages("a").keys[1]) is not None
 
@@ -258,7 +258,7 @@ def test_a_page_whose_block_holds_the_bytes_still_comes_back_without_a_copy() ->
     assert world.coordinator.host_pool.num_free == host_free + 2
     assert (world.coordinator.totals.restores, world.coordinator.totals.adopted_restores) == (2, 2)
     world.coordinator.assert_invariants()
-    assert world.coordinator.pages("a").spillable(9) == [0, 1, 2, 3]
+    assert world.would_leave("a") == [0, 1, 2, 3]
 
 
 def test_a_block_that_went_to_somebody_else_is_not_adopted() -> None:
@@ -388,7 +388,7 @@ def test_a_report_that_cannot_be_true_names_its_transfer(reports: list[SparseKVW
         world.coordinator.apply(impossible)
 
 
-@pytest.mark.parametrize("damage", ["state", "host lease", "pin", "cursor"])
+@pytest.mark.parametrize("damage", ["state", "host lease", "pin", "offer", "cursor"])
 def test_damage_is_found_by_the_invariants(damage: str) -> None:
     world = World()
     world.start("a", 0, num_pages=4)
@@ -401,7 +401,10 @@ def test_damage_is_found_by_the_invariants(damage: str) -> None:
     elif damage == "host lease":
         world.coordinator.host_pool.release([transfer.copies[0].host_block])
     elif damage == "pin":
+        world.kv.slab.unmark_leaving(transfer.copies[0].device_block)
         world.kv.slab.release([transfer.copies[0].device_block])
+    elif damage == "offer":
+        world.kv.slab.withdraw([DeviceBlockId(world.kv.resident.blocks("a")[3])], pages.holder)
     else:
         pages.first_resident = 4
     with pytest.raises(InvariantError):

@@ -70,9 +70,14 @@ class World:
     def states(self, request_id: str) -> list[PageState]:
         return [PageState(state) for state in self.coordinator.pages(request_id).state]
 
+    def would_leave(self, request_id: str) -> list[int]:
+        """The pages of a request that it offers to give up."""
+        offered = self.coordinator.pages(request_id).offered(table := self.kv.resident.blocks(request_id))
+        return [page for page, block in enumerate(table) if block in offered]
+
     def spill(self, request_id: str, num_pages: int) -> tuple[SparseKVPageTransfer, ...]:
         """Bring pages of a lone request to the host, all the way."""
-        self.coordinator._spill(self.coordinator.pages(request_id), num_pages)
+        self.coordinator._spill(self.coordinator.pages(request_id).holder, num_pages)
         transfers = self.take()
         self.report(transfers, transfers)
         return transfers

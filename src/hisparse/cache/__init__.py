@@ -4,6 +4,7 @@ from hisparse.cache.admission import GRANTED, Admission, Verdict
 from hisparse.cache.block_pool import BlockPool
 from hisparse.cache.kv_cache_manager import DeviceUse, KVCacheManager
 from hisparse.cache.managers import HiSparseResidentManager, HotManager, SingleTypeKVCacheManager
+from hisparse.cache.slab_pool import SlabPool
 from hisparse.cache.table_log import TableLog
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "HotManager",
     "KVCacheManager",
     "SingleTypeKVCacheManager",
+    "SlabPool",
     "TableLog",
     "Verdict",
 ]

@@ -98,6 +98,11 @@ class BlockPool(Generic[BlockT]):
             self.num_free -= 1
         self._leases[block] += 1
 
+    def lease_all(self, blocks: Iterable[BlockT]) -> None:
+        """`lease` each block."""
+        for block in blocks:
+            self.lease(block)
+
     def release(self, blocks: Iterable[BlockT]) -> None:
         """End one lease of each block. Of blocks freed together, the first given is kept longest.
 

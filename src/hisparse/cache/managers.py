@@ -58,10 +58,7 @@ class SingleTypeKVCacheManager:
         """Start an empty table with published blocks that a prefix hit found."""
         if self._tables[request_id]:
             raise InvariantError(f"group {self.group.kind.value}: request {request_id} already has pages")
-        lease = self.pool.lease
-        for block in blocks:
-            if block != NULL_BLOCK:
-                lease(block)
+        self.pool.lease_all([block for block in blocks if block != NULL_BLOCK])
         self.append(request_id, blocks)
 
     def append(self, request_id: str, blocks: Sequence[DeviceBlockId]) -> None:

@@ -2,7 +2,8 @@
 
 from hisparse.residency.admission import Demand, Supply, can_ever_run, may_start
 from hisparse.residency.arrivals import Arrival, Arrivals, Pin
-from hisparse.residency.coordinator import HiSparseCoordinator, ResidencyTotals
+from hisparse.residency.coordinator import HiSparseCoordinator
+from hisparse.residency.page_moves import ResidencyTotals
 from hisparse.residency.page_states import PageState, RequestPages
 from hisparse.residency.prefix_hits import PrefixHit
 

@@ -5,83 +5,57 @@ blocks belong to the KV cache manager; the coordinator asks it to punch and fill
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
-from hisparse.cache.block_pool import BlockPool
 from hisparse.cache.kv_cache_manager import KVCacheManager
 from hisparse.cache.prefix import extend_keys
 from hisparse.cache.table_log import TableLog
 from hisparse.config import WriteBack
 from hisparse.errors import InvariantError
 from hisparse.geometry import NULL_BLOCK
-from hisparse.protocol import (
-    DeviceBlockId,
-    Direction,
-    HostBlockId,
-    PageCopy,
-    SparseKVPageTransfer,
-    SparseKVWorkerReport,
-    Table,
-)
+from hisparse.protocol import HostBlockId, SparseKVPageTransfer, Table
 from hisparse.residency.arrivals import Arrival, Arrivals
 from hisparse.residency.invariants import check_coordinator
+from hisparse.residency.page_moves import PageMoves
 from hisparse.residency.page_states import PageState, RequestPages
 from hisparse.residency.prefix_hits import PrefixHit, find_prefix
-from hisparse.residency.spill_order import SpillOrder
-from hisparse.residency.transactions import Transaction, TransactionLog
+from hisparse.residency.spill_order import SpillCosts, next_to_leave, num_worth_giving
 
 
-@dataclass(slots=True)
-class ResidencyTotals:
-    """Pages moved since the start. `spills` counts pages that left the device, `shared_spills` those of them whose
-    bytes were on the host already, `restores` pages that came back, `adopted_restores` those of them whose bytes
-    were on the device still."""
+class HiSparseCoordinator(PageMoves):
+    """The scheduler's side of residency for one replica: which page is where, and which move.
 
-    spills: int = 0
-    shared_spills: int = 0
-    restores: int = 0
-    adopted_restores: int = 0
+    A request is known from `add`, after that of `kv`, to `remove`, which ends its leases in `kv` too. A step: `seal`
+    what is computed, `reclaim` and `restore` as blocks are needed, hand out `take_transfers` with the command, and
+    `apply` what the workers report. Sizes are blocks and pages, `kv.plan.config.block_size` tokens each.
 
-
-class HiSparseCoordinator:
-    """The scheduler's side of residency for one replica.
-
-    `root` is the prefix key before the first page (`cache.prefix.root_key`). `num_workers` reports are needed for
-    every acknowledgement.
+    `kv` and `log` are the replica's. `root` is the prefix key before the first page, bytes (`cache.prefix.root_key`).
+    `num_workers` reports are needed for every acknowledgement. Raises `InvariantError` naming the request for one that
+    is not known, or is already, and for pages in a state that does not allow what is asked; `ProtocolError` for a
+    report that is unknown, repeated or out of order.
     """
 
     def __init__(self, kv: KVCacheManager, log: TableLog, root: bytes, num_workers: int = 1) -> None:
-        plan = kv.plan
-        self.kv = kv
-        self.write_back = plan.config.write_back
-        self.block_size = plan.config.block_size
-        self.host_pool: BlockPool[HostBlockId] = BlockPool(plan.num_host_blocks, "host")
+        super().__init__(kv, log, num_workers)
+        self.write_back = kv.plan.config.write_back
+        self.block_size = kv.plan.config.block_size
         self.arrivals = Arrivals(kv, self.host_pool)
-        self.totals = ResidencyTotals()
-        self._log = log
         self._root = root
-        self._requests: dict[str, RequestPages] = {}
-        self._transactions = TransactionLog(num_workers)
-        self._outbox: list[SparseKVPageTransfer] = []
-        self._order = SpillOrder()
-        self._blocks_on_their_way = 0
-        self._newly_backed: list[str] = []
-        self._leaving: list[tuple[RequestPages, int]] = []
+        self._num_asked = 0
+        """Blocks asked for since the last command, and those of the hot leases that what leaves makes needed."""
 
     # Requests.
 
     def add(self, request_id: str, slot: int, tokens: "array[int]", may_spill: bool = True) -> None:
-        """Know a request. `tokens` (typecode "i") stays the caller's and may only be appended to."""
-        if request_id in self._requests:
-            raise InvariantError(f"request {request_id} is already known")
-        may_spill = may_spill and self.write_back is not WriteBack.NEVER
-        self._requests[request_id] = RequestPages(request_id, slot, tokens, may_spill)
+        """Know a request. `tokens` (typecode "i") stays the caller's and may only be appended to.
 
-    def pages(self, request_id: str) -> RequestPages:
-        """The request's page records. Read them; only the coordinator changes them."""
-        return self._requests[request_id]
+        `slot` is the one that `kv` knows it by. Without `may_spill` its pages never leave the device. Raises
+        `InvariantError` for a request that is known already and for a slot that is lent.
+        """
+        may_spill = may_spill and self.write_back is not WriteBack.NEVER
+        self._know(RequestPages(request_id, slot, tokens, may_spill))
 
     def prefix_keys(self, tokens: "array[int]") -> list[bytes]:
         """Keys of the full pages of a prompt. At least one token is left out: the last one's logits are wanted."""
@@ -98,7 +72,7 @@ class HiSparseCoordinator:
 
     def adopt_prefix(self, request_id: str, hit: PrefixHit) -> None:
         """Start a request that has no pages yet with the pages of a hit, which no one changed since it was found."""
-        pages = self._requests[request_id]
+        pages = self.pages(request_id)
         self.kv.resident.adopt(request_id, hit.resident)
         self.kv.indexer.adopt(request_id, hit.indexer)
         for block in hit.host:
@@ -108,7 +82,7 @@ class HiSparseCoordinator:
 
     def commit_arrival(self, request_id: str, arrival: Arrival) -> None:
         """The bytes of an arrival are there: the request, all of whose pages are before it, has its pages now."""
-        pages = self._requests[request_id]
+        pages = self.pages(request_id)
         first = pages.num_sealed
         if not first == arrival.first_page == self.kv.resident.num_pages(request_id):
             raise InvariantError(
@@ -119,9 +93,12 @@ class HiSparseCoordinator:
         self.kv.resident.append(request_id, arrival.resident)
         self.kv.indexer.append(request_id, arrival.indexer)
         self._go_on(pages, arrival.keys, arrival.host)
-        self.kv.publish(request_id, first, arrival.keys)
-        if self.write_back is WriteBack.EAGER and pages.may_spill:
-            self._spill(pages, arrival.num_pages)
+        if arrival.publishes:
+            self.kv.publish(request_id, first, arrival.keys)
+        else:
+            pages.num_forgotten = pages.num_sealed
+        if self.write_back is WriteBack.EAGER:
+            self._spill(pages.holder, arrival.num_pages)
 
     def _go_on(self, pages: RequestPages, keys: Sequence[bytes], host: Sequence[HostBlockId]) -> None:
         """Records for pages that follow the last one; where `host` names a block, the request now holds a lease."""
@@ -138,37 +115,43 @@ class HiSparseCoordinator:
         if num_backed:
             pages.num_host_backed += num_backed
             self._log.write(Table.HOST, pages.slot, first, pages.host[first:])
-        self._order.refresh(pages)
+        self._offer(pages, first)
+
+    def _offer(self, pages: RequestPages, first: int) -> None:
+        """Pages from `first` on are new, and may leave the device."""
+        self.kv.slab.offer(pages.offered(self.kv.resident.blocks(pages.request_id), first), pages.holder)
 
     def seal(self, request_id: str, num_tokens: int) -> None:
-        """The first `num_tokens` tokens are computed: full pages get their key and may be found and spilled."""
-        pages = self._requests[request_id]
+        """The first `num_tokens` tokens are computed: full pages get their key and may be found and spilled.
+
+        Raises `InvariantError` for an unknown request, and for more tokens than it has, or than its pages hold.
+        """
+        pages = self.pages(request_id)
         num_full = num_tokens // self.block_size
         first = pages.num_sealed
         if num_full <= first:
             return
+        num_pages = self.kv.resident.num_pages(request_id)
+        if num_tokens > len(pages.tokens) or num_full > num_pages:
+            raise InvariantError(
+                f"request {request_id} seals {num_tokens} tokens, and has {len(pages.tokens)}, and {num_pages} pages"
+            )
         pages.extend(num_full)
         extend_keys(pages.keys, pages.tokens, self.block_size, num_full, self._root)
         self.kv.publish(request_id, first, pages.keys[first:num_full])
         pages.num_sealed = num_full
-        self._order.refresh(pages)
-        if self.write_back is WriteBack.EAGER and pages.may_spill:
-            self._spill(pages, num_full - first)
+        self._offer(pages, first)
+        if self.write_back is WriteBack.EAGER:
+            self._spill(pages.holder, num_full - first)
 
     def remove(self, request_id: str) -> None:
         """The request finished or was preempted: end its leases on both sides.
 
-        Copies in flight keep theirs. Pages that were sealed stay findable; nothing else was ever published.
+        Copies in flight keep theirs. Pages that were sealed stay findable; nothing else was ever published. Raises
+        `InvariantError` for an unknown request.
         """
-        pages = self._requests.pop(request_id)
+        pages = self._forget(request_id)
         self.arrivals.unclaim(request_id)
-        self._order.forget(pages)
-        for transaction in self._transactions.open():
-            if transaction.owner is pages:
-                transaction.owner = None
-        staying = [(owner, page) for owner, page in self._leaving if owner is not pages]
-        self._blocks_on_their_way -= len(self._leaving) - len(staying)
-        self._leaving = staying
         self.host_pool.release(cast("list[HostBlockId]", [block for block in pages.host if block != NULL_BLOCK]))
         self.kv.remove(request_id)
         self._log.reset(pages.slot)
@@ -188,207 +171,73 @@ class HiSparseCoordinator:
         self.arrivals.forget_content()
         for transaction in self._transactions.open():
             transaction.publishes = False
+        for pages in self._requests.values():
+            pages.num_forgotten = pages.num_sealed
 
-    # Moving pages.
+    # Which pages move.
+
+    def take_transfers(self) -> tuple[SparseKVPageTransfer, ...]:
+        """Transfers begun since the last call, for the next command, whose table updates were taken already."""
+        self._num_asked = 0
+        return super().take_transfers()
 
     @property
     def blocks_on_their_way(self) -> int:
         """Device blocks that become free when the spills that were begun take effect."""
-        return self._blocks_on_their_way
+        return self.kv.slab.num_leaving
 
     def num_reclaimable(self) -> int:
-        """Device blocks that spilling every page that may leave would free, as far as the host pool has room."""
-        return min(self._order.num_spillable(), self.host_pool.num_free) + self._blocks_on_their_way
+        """Device blocks that become free when all pages leave for which that is worth it, as far as the host has room.
+
+        A shared block is one block, and counts where all that lease it may spill. Hot leases that requests come to need
+        are taken off.
+        """
+        return num_worth_giving(self.kv.slab.offers, self._costs()) + self.kv.slab.num_leaving
 
     def reclaim(self, num_blocks: int) -> int:
-        """See to it that `num_blocks` device blocks become free soon. Returns how many do, spills in flight included.
+        """See to it that `num_blocks` device blocks become free soon, beside those asked for since the last command.
 
-        Requests that read from the host already give their pages first. One that does not will need a hot lease as
-        soon as it decodes, so its pages pay for that lease too.
+        Returns how many are on their way by now, whoever they are for: what was asked for in vain is asked for again in
+        the next step.
+
+        A request that does not read from the host yet will need a hot lease as soon as it decodes, so what leaves
+        pays for that lease too; where nothing else comes free, with pages that it is yet to compute. Whose pages leave
+        next, and when nobody's do, is said in `spill_order`.
         """
-        wanted, given = num_blocks, self._blocks_on_their_way
-        while given < wanted and (pages := self._order.next_victim()) is not None:
+        slab, offers = self.kv.slab, self.kv.slab.offers
+        self._num_asked += num_blocks
+        while slab.num_leaving < self._num_asked and offers:
+            costs = self._costs()
+            choice = next_to_leave(offers, costs)
+            if choice is None and not slab.num_leaving:
+                choice = next_to_leave(offers, replace(costs, coming=self._coming()))
+            if choice is None:
+                break
+            holders, num_hot = choice
+            cost = num_hot * costs.hot_blocks
+            if self._spill(holders, self._num_asked + cost - slab.num_leaving):
+                self._num_asked += cost
+            else:
+                # The host has no room for these. It may still hold what others would give.
+                offers = {other: count for other, count in offers.items() if other != holders}
+        return slab.num_leaving
+
+    def _costs(self) -> SpillCosts:
+        needing = 0
+        for pages in self._requests.values():
             if not pages.num_host_backed and not self.kv.hot.holds(pages.request_id):
-                wanted += self.kv.plan.hot_blocks
-            more = self._spill(pages, wanted - given)
-            if not more:
-                break
-            given += more
-        return given
+                needing |= pages.holder
+        return SpillCosts(needing, self.kv.plan.hot_blocks, self.host_pool.num_free)
 
-    def take_newly_backed(self) -> list[str]:
-        """Requests that got their first host page since the last call; some may be gone. They need a hot lease."""
-        newly, self._newly_backed = self._newly_backed, []
-        return newly
+    def _coming(self) -> dict[int, int]:
+        """By request, the blocks that it will be able to give beside those it can now.
 
-    def restore(self, request_id: str, max_pages: int) -> int:
-        """Bring up to `max_pages` HOST pages back into free device blocks, the last ones first. Returns how many.
-
-        A page whose bytes some device block still holds, whoever leases it, is there at once and needs no copy.
+        Of a prompt more pages are to come. And who is alone gives what there is: nobody else can.
         """
-        pages = self._requests[request_id]
-        slab = self.kv.slab
-        limit = min(max_pages, slab.num_free)
-        chosen = [
-            page
-            for page in range(pages.num_sealed - 1, -1, -1)
-            if pages.state[page] == PageState.HOST and page not in pages.in_flight
-        ][:limit]
-        if not chosen:
-            return 0
-        # Adopt all that can be adopted before a block is allocated: that could be the very block.
-        rest = [page for page in chosen if not self._adopt_device_copy(pages, page)]
-        copies = []
-        for page, block in zip(rest, slab.allocate(len(rest)), strict=True):
-            source = HostBlockId(pages.host[page])
-            self.host_pool.lease(source)
-            copies.append(PageCopy(block, source))
-        if copies:
-            self._begin(pages, rest, copies, Direction.HOST_TO_DEVICE)
-        self._order.refresh(pages)
-        return len(chosen)
-
-    def _adopt_device_copy(self, pages: RequestPages, page: int) -> bool:
-        """Make a HOST page resident in the block that is published under its key, if there is one."""
-        block = self.kv.slab.lookup(pages.keys[page])
-        if block is None:
-            return False
-        self.kv.slab.lease(block)
-        self._come_back(pages, page, block)
-        self.totals.adopted_restores += 1
-        return True
-
-    def _come_back(self, pages: RequestPages, page: int, block: DeviceBlockId) -> None:
-        """A HOST page is read from a device block from now on, a lease on which passes to its table."""
-        pages.move(page, PageState.RESIDENT)
-        self.kv.resident.fill_hole(pages.request_id, page, block)
-        self._log.write(Table.HOST, pages.slot, page, (NULL_BLOCK,))
-        self.host_pool.release((HostBlockId(pages.host[page]),))
-        pages.host[page] = NULL_BLOCK
-        self.totals.restores += 1
-
-    def _spill(self, pages: RequestPages, limit: int) -> int:
-        """Begin to spill up to `limit` pages, fewer when the host pool is full. Returns how many."""
-        chosen = pages.spillable(limit)
-        was_whole = not pages.num_host_backed
-        num_leaving = len(self._leaving)
-        copied: list[int] = []
-        copies: list[PageCopy] = []
-        resident = self.kv.resident.blocks(pages.request_id)
-        for page in chosen:
-            twin = self.host_pool.lookup(pages.keys[page])
-            if twin is None and not self.host_pool.num_free:
-                break
-            pages.move(page, PageState.SPILLING)
-            device_block = DeviceBlockId(resident[page])
-            self._blocks_on_their_way += 1
-            if twin is not None:
-                # The host holds these bytes already, valid and published: share them.
-                self.host_pool.lease(twin)
-                pages.host[page] = twin
-                self._leaving.append((pages, page))
-                self.totals.shared_spills += 1
-                continue
-            (host_block,) = self.host_pool.allocate(1)
-            self.host_pool.lease(host_block)
-            self.kv.slab.lease(device_block)
-            pages.host[page] = host_block
-            copied.append(page)
-            copies.append(PageCopy(device_block, host_block))
-        if copies:
-            self._begin(pages, copied, copies, Direction.DEVICE_TO_HOST)
-        self._order.refresh(pages)
-        if was_whole and pages.num_host_backed:
-            self._newly_backed.append(pages.request_id)
-        return len(copies) + len(self._leaving) - num_leaving
-
-    def _begin(self, pages: RequestPages, chosen: Iterable[int], copies: list[PageCopy], direction: Direction) -> None:
-        numbers = tuple(chosen)
-        transfer = SparseKVPageTransfer(self._transactions.next_id(), direction, tuple(copies))
-        keys = tuple(pages.keys[page] for page in numbers)
-        self._transactions.begin(Transaction(transfer, pages, numbers, keys))
-        for page in numbers:
-            pages.in_flight[page] = transfer.transfer_id
-        self._outbox.append(transfer)
-
-    def _leave_device(self, pages: RequestPages, page: int) -> None:
-        """A SPILLING page's bytes are, or in stream order will be, on the host: read it from there."""
-        pages.move(page, PageState.HOST)
-        self.kv.resident.punch_hole(pages.request_id, page)
-        self._log.write(Table.HOST, pages.slot, page, (pages.host[page],))
-        self._blocks_on_their_way -= 1
-        self.totals.spills += 1
-
-    # The worker's side of the conversation.
-
-    def take_transfers(self) -> tuple[SparseKVPageTransfer, ...]:
-        """Transfers begun since the last call, for the next command, whose table updates were taken already.
-
-        Pages that leave without a copy leave here. Like those that are copied, they are still on the device in the
-        command at hand: it may decode requests that will take a hot lease only for the next one.
-        """
-        transfers = tuple(self._outbox)
-        self._outbox.clear()
-        for pages, page in self._leaving:
-            self._leave_device(pages, page)
-        self._leaving.clear()
-        return transfers
-
-    @property
-    def leaving(self) -> frozenset[tuple[RequestPages, int]]:
-        """Pages that are SPILLING without a copy, because the host holds their bytes already."""
-        return frozenset(self._leaving)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Transfers begun and not yet completed by every worker."""
-        return len(self._transactions)
-
-    def apply(self, report: SparseKVWorkerReport) -> None:
-        """Take a worker's report. Raises `ProtocolError` for one that cannot be true."""
-        enqueued, completed = self._transactions.acknowledge(report)
-        for transaction in enqueued:
-            if transaction.transfer.direction is Direction.DEVICE_TO_HOST:
-                self._spill_enqueued(transaction)
-            else:
-                self._restore_enqueued(transaction)
-        for transaction in completed:
-            self._completed(transaction)
-
-    def _spill_enqueued(self, transaction: Transaction) -> None:
-        owner = transaction.owner
-        for page, copy in zip(transaction.pages, transaction.transfer.copies, strict=True):
-            if owner is not None:
-                self._leave_device(owner, page)
-            else:
-                self._blocks_on_their_way -= 1
-            self.kv.slab.release((copy.device_block,))
-
-    def _restore_enqueued(self, transaction: Transaction) -> None:
-        owner = transaction.owner
-        if owner is None:
-            self.kv.slab.release(copy.device_block for copy in transaction.transfer.copies)
-            return
-        for page, copy in zip(transaction.pages, transaction.transfer.copies, strict=True):
-            self._come_back(owner, page, copy.device_block)
-            owner.num_returning += 1
-        if transaction.publishes:
-            self.kv.resident.publish(owner.request_id, zip(transaction.pages, transaction.keys, strict=True))
-        self._order.refresh(owner)
-
-    def _completed(self, transaction: Transaction) -> None:
-        owner = transaction.owner
-        if owner is not None:
-            for page in transaction.pages:
-                del owner.in_flight[page]
-            if transaction.transfer.direction is Direction.HOST_TO_DEVICE:
-                owner.num_returning -= len(transaction.pages)
-                self._order.refresh(owner)
-        copies = transaction.transfer.copies
-        if transaction.transfer.direction is Direction.DEVICE_TO_HOST and transaction.publishes:
-            for copy, key in zip(copies, transaction.keys, strict=True):
-                self.host_pool.publish(copy.host_block, key)
-        self.host_pool.release(copy.host_block for copy in copies)
+        if len(self._requests) == 1:
+            return {pages.holder: self.kv.plan.hot_blocks for pages in self._requests.values()}
+        size = self.block_size
+        return {pages.holder: max(0, len(pages.tokens) // size - pages.num_sealed) for pages in self._requests.values()}
 
     def assert_invariants(self) -> None:
         """Leases add up on both sides and every page's state agrees with the tables. For tests and debug runs."""

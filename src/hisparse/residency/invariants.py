@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hisparse.errors import InvariantError
 from hisparse.geometry import NULL_BLOCK
-from hisparse.protocol import Direction, HostBlockId
+from hisparse.protocol import DeviceBlockId, Direction, HostBlockId
 from hisparse.residency.page_states import PageState, RequestPages
 from hisparse.residency.transactions import TransactionLog
 
@@ -25,23 +25,33 @@ def check_coordinator(
     strangers = set(coordinator.arrivals.claimants()) - {pages.request_id for pages in requests}
     if strangers:
         raise InvariantError(f"host pages are claimed for requests that are unknown: {sorted(strangers)}")
+    marks: dict[int, tuple[int, int]] = {}
     leaving = coordinator.leaving
     for pages in requests:
-        _check_pages(pages, coordinator.kv.resident.blocks(pages.request_id), leaving)
+        table = coordinator.kv.resident.blocks(pages.request_id)
+        _check_pages(pages, table, leaving)
+        _count_marks(pages, table, marks)
         host.update(block for block in pages.host if block != NULL_BLOCK)
-    on_their_way = len(leaving)
     for transaction in log.open():
         enqueued = log.is_enqueued(transaction)
+        is_spill = transaction.transfer.direction is Direction.DEVICE_TO_HOST
         for copy in transaction.transfer.copies:
             host[copy.host_block] += 1
             if not enqueued:
                 pins[copy.device_block] += 1
-        if transaction.transfer.direction is Direction.DEVICE_TO_HOST and not enqueued:
-            on_their_way += len(transaction.transfer.copies)
-        _check_owner(transaction.owner, transaction.pages, transaction.transfer.transfer_id)
-    if on_their_way != coordinator.blocks_on_their_way:
-        raise InvariantError(f"{coordinator.blocks_on_their_way} blocks on their way, transactions say {on_their_way}")
+                by, num_leaving = marks.get(copy.device_block, (0, 0))
+                marks[copy.device_block] = by, num_leaving + is_spill
+        for owner in transaction.owners:
+            _check_owner(owner, transaction.pages, transaction.transfer.transfer_id)
     coordinator.kv.assert_invariants(pins, index_pins)
+    slab = coordinator.kv.slab
+    for number in range(1, slab.num_blocks):
+        marked, expected = slab.marks(DeviceBlockId(number)), marks.get(number, (0, 0))
+        if marked != expected:
+            raise InvariantError(
+                f"slab block {number}: {marked[0]:#x} offer leases and {marked[1]} are leaving; pages and transfers "
+                f"say {expected[0]:#x} and {expected[1]}"
+            )
     coordinator.host_pool.assert_invariants()
     for block in range(1, coordinator.host_pool.num_blocks):
         leases = coordinator.host_pool.leases(HostBlockId(block))
@@ -72,18 +82,21 @@ def _check_pages(pages: RequestPages, table: Sequence[int], leaving: frozenset[t
     backed = len(pages.state) - pages.state.count(PageState.RESIDENT)
     if backed != pages.num_host_backed:
         raise InvariantError(f"request {pages.request_id} counts {pages.num_host_backed} host pages, has {backed}")
-    returning = sum(pages.state[page] == PageState.RESIDENT for page in pages.in_flight)
-    if returning != pages.num_returning:
-        raise InvariantError(
-            f"request {pages.request_id} counts {pages.num_returning} returning pages, there are {returning}"
-        )
     if any(state == PageState.RESIDENT for state in pages.state[: pages.first_resident]):
         raise InvariantError(f"request {pages.request_id} has a resident page below {pages.first_resident}")
 
 
-def _check_owner(owner: RequestPages | None, pages: tuple[int, ...], transfer_id: int) -> None:
-    if owner is None:
-        return
+def _count_marks(pages: RequestPages, table: Sequence[int], marks: dict[int, tuple[int, int]]) -> None:
+    """Add, by block, who would give it up and how many of its leases are leaving."""
+    for page, state in enumerate(pages.state):
+        holders, num_leaving = marks.get(table[page], (0, 0))
+        if state == PageState.SPILLING:
+            marks[table[page]] = holders, num_leaving + 1
+        elif state == PageState.RESIDENT and pages.may_spill and page not in pages.in_flight:
+            marks[table[page]] = holders | pages.holder, num_leaving
+
+
+def _check_owner(owner: RequestPages, pages: tuple[int, ...], transfer_id: int) -> None:
     for page in pages:
         if owner.in_flight.get(page) != transfer_id:
             raise InvariantError(f"page {page} of request {owner.request_id} does not know its transfer {transfer_id}")

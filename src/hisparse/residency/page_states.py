@@ -8,14 +8,19 @@ A page is RESIDENT from the moment it gets a device block. SPILLING pages still 
 whose copy is enqueued but not completed may be read by work ordered behind the copy; only its completion makes the
 bytes fit to be published. A page whose bytes the host holds already needs no copy: it is SPILLING until the command at
 hand is built, so that no command reads a page from the host that was resident when its work was chosen.
+
+Requests that share a device block have a record each, for the same page number; they spill it together.
 """
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import compress
+from typing import cast
 
 from hisparse.errors import InvariantError
-from hisparse.protocol import TransferId
+from hisparse.protocol import DeviceBlockId, TransferId
 
 
 class PageState(IntEnum):
@@ -34,6 +39,9 @@ TRANSITIONS = frozenset(
     }
 )
 
+_IS_RESIDENT = bytes(state == PageState.RESIDENT for state in range(256))
+_IS_SPILLING = bytes(state == PageState.SPILLING for state in range(256))
+
 
 @dataclass(slots=True, eq=False)
 class RequestPages:
@@ -45,7 +53,7 @@ class RequestPages:
     lease stays whole. `keys`: prefix keys of pages 0 … len-1. `num_sealed`: pages that are full and computed; only
     these may leave the device, and only these have entries in `state` and `host`; the pages after them are resident.
     `first_resident`: no page below it is RESIDENT. `num_host_backed`: pages that are SPILLING or HOST.
-    `num_returning`: RESIDENT pages whose restore is not completed; they stay until it is.
+    `num_forgotten`: of the pages below it no copy is published, because the pools were told to forget them.
     """
 
     request_id: str
@@ -59,7 +67,7 @@ class RequestPages:
     num_sealed: int = 0
     first_resident: int = 0
     num_host_backed: int = 0
-    num_returning: int = 0
+    num_forgotten: int = 0
 
     def move(self, page: int, to: PageState) -> None:
         """Take one page along one edge of the diagram. Raises `InvariantError` for any other move."""
@@ -82,19 +90,30 @@ class RequestPages:
             self.state.extend(bytes(more))
             self.host.extend(array("i", bytes(4 * more)))
 
-    def spillable(self, limit: int) -> list[int]:
-        """Up to `limit` pages that may leave the device, the lowest first."""
-        find, end = self.state.find, self.num_sealed
-        page = find(PageState.RESIDENT, self.first_resident, end)
-        self.first_resident = page if page >= 0 else end
-        pages: list[int] = []
-        while page >= 0 and len(pages) < limit:
-            if page not in self.in_flight:
-                pages.append(page)
-            page = find(PageState.RESIDENT, page + 1, end)
-        return pages
-
     @property
-    def num_spillable(self) -> int:
-        """Sealed RESIDENT pages that no copy is still bringing back."""
-        return self.may_spill * (self.num_sealed - self.num_host_backed - self.num_returning)
+    def holder(self) -> int:
+        """The request as a holder of blocks of the slab: one bit."""
+        return 1 << self.slot
+
+    def seek_resident(self) -> int:
+        """The first RESIDENT page; the number of pages where there is none."""
+        page = self.state.find(PageState.RESIDENT, self.first_resident)
+        self.first_resident = page if page >= 0 else self.num_sealed
+        return self.first_resident
+
+    def offered(self, table: Sequence[int], first_page: int = 0) -> list[DeviceBlockId]:
+        """Of the request's device blocks from page `first_page` on, those that it would give up.
+
+        They hold sealed RESIDENT pages that no copy is still bringing back.
+        """
+        if not self.may_spill:
+            return []
+        chosen = self.state[first_page:].translate(_IS_RESIDENT)
+        for page in self.in_flight:
+            if page >= first_page:
+                chosen[page - first_page] = 0
+        return cast("list[DeviceBlockId]", list(compress(table[first_page:], chosen)))
+
+    def spilling(self, table: Sequence[int]) -> list[DeviceBlockId]:
+        """The device blocks of its SPILLING pages."""
+        return cast("list[DeviceBlockId]", list(compress(table, self.state.translate(_IS_SPILLING))))

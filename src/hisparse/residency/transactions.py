@@ -6,10 +6,11 @@ whatever becomes of the request. Each worker gives two acknowledgements, in orde
     begun ──every worker enqueued──► enqueued ──every worker completed──► completed (and forgotten)
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hisparse.errors import ProtocolError
-from hisparse.protocol import SparseKVPageTransfer, SparseKVWorkerReport, TransferId
+from hisparse.protocol import PageCopy, SparseKVPageTransfer, SparseKVWorkerReport, TransferId
 from hisparse.residency.page_states import RequestPages
 
 
@@ -17,18 +18,26 @@ from hisparse.residency.page_states import RequestPages
 class Transaction:
     """One transfer on its way.
 
-    `owner` is None once the request has finished or was preempted. `pages` are the owner's page numbers, `keys`
-    the prefix keys of their content, both parallel to `transfer.copies`. `publishes`: whether the copies may be found
-    under these keys; not after the pools were told to forget. The sets hold the workers that reported.
+    `owners`: the requests whose pages move, without those that have finished or were preempted. `pages` are their page
+    numbers, the same for all of them, and `keys` the prefix keys under which the copies may be found, None where they
+    may not; both are parallel to `transfer.copies`. `publishes`: whether any may; not after the pools were told to
+    forget. The sets hold the workers that reported.
     """
 
     transfer: SparseKVPageTransfer
-    owner: RequestPages | None
+    owners: list[RequestPages]
     pages: tuple[int, ...]
-    keys: tuple[bytes, ...]
+    keys: tuple[bytes | None, ...]
     publishes: bool = True
     enqueued_by: set[int] = field(default_factory=set)
     completed_by: set[int] = field(default_factory=set)
+
+    def published(self) -> Iterator[tuple[int, PageCopy, bytes]]:
+        """Page number, copy and key of what may be found."""
+        if self.publishes:
+            for page, copy, key in zip(self.pages, self.transfer.copies, self.keys, strict=True):
+                if key is not None:
+                    yield page, copy, key
 
 
 class TransactionLog:
