@@ -7,20 +7,21 @@ its forward.
 
 import heapq
 import time
-from collections import deque
 from dataclasses import dataclass, field
 
-from hisparse.cache import GRANTED, Admission, KVCacheManager, TableLog, Verdict
+from hisparse.cache import GRANTED, Admission, KVCacheManager, TableLog
 from hisparse.config import CachePlan
 from hisparse.connector import ConnectorMetadata, ConnectorWorkerMetadata, HiSparseConnector, KVConnector
 from hisparse.connector.prefix_source import PrefixSource
-from hisparse.engine.admission_gate import AdmissionGate
+from hisparse.engine.admission_gate import AdmissionGate, Follow
+from hisparse.engine.pages_underway import PagesUnderway
 from hisparse.engine.prefix_loads import PrefixLoads
 from hisparse.engine.request import Request, RequestStatus
 from hisparse.engine.reuse import ReusedTokens, count_hit
-from hisparse.errors import CapacityError, InvariantError
+from hisparse.engine.waiting_queue import WaitingQueue
+from hisparse.errors import InvariantError
 from hisparse.geometry import ceil_div
-from hisparse.residency import Demand, HiSparseCoordinator, PrefixHit, can_ever_run
+from hisparse.residency import Demand, HiSparseCoordinator, PrefixHit
 
 
 @dataclass(slots=True)
@@ -61,28 +62,22 @@ class Scheduler:
         self.coordinator = HiSparseCoordinator(self.kv, log, root, num_workers)
         self.connector: KVConnector = HiSparseConnector.for_scheduler(self.coordinator, log)
         self.loads = None if source is None else PrefixLoads(source, self.coordinator, self.block_size)
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue()
+        self.underway = PagesUnderway(self.waiting)
         self.running: dict[str, Request] = {}
         self.num_preemptions = 0
         self.reused = ReusedTokens()
         """Where prompts came from: of every request, once its prompt was computed for the first time."""
         self._free_slots = list(range(plan.config.max_running))
         self._promised = 0
-        self._gate = AdmissionGate(plan, self.kv, self.coordinator)
+        self._gate = AdmissionGate(plan, self.kv, self.coordinator, self.underway)
         self._step = 0
 
     # Requests.
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises `CapacityError` when it could not run even with all pools to itself."""
-        limit = self.plan.config.max_tokens
-        if request.max_length > limit:
-            raise CapacityError(
-                f"request {request.request_id} may grow to {request.max_length} tokens; the limit is {limit}"
-            )
-        verdict = can_ever_run(self.plan, Demand.of(self.plan, request.num_prompt, request.max_length))
-        if verdict.verdict is Verdict.NEVER:
-            raise CapacityError(f"request {request.request_id} of {request.num_prompt} tokens: {verdict.reason}")
+        self._gate.require_possible(request)
         request.asks_tiers = self.loads is not None
         self.waiting.append(request)
 
@@ -94,7 +89,6 @@ class Scheduler:
             self._leave(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-            self._gate.reopen()
             if self.loads is not None:
                 self.loads.forget(request)
         request.status = RequestStatus.FINISHED
@@ -107,6 +101,7 @@ class Scheduler:
         self.coordinator.forget_content()
         if tiers and self.loads is not None:
             self.loads.source.reset()
+        self.underway.clear()
         self._gate.reopen()
 
     def invalidate(self, root: bytes) -> None:
@@ -123,6 +118,7 @@ class Scheduler:
         self.coordinator.forget_content(root)
         if self.loads is not None:
             self.loads.source.reset()
+        self._gate.reopen()
 
     @property
     def has_work(self) -> bool:
@@ -144,7 +140,7 @@ class Scheduler:
         block_size = self.block_size
         if self.loads is not None:
             self.loads.take_events()
-            self.loads.look_ahead(self.waiting)
+            self.loads.look_ahead(self.waiting.ready)
         for request_id in self.coordinator.take_newly_backed():
             if request_id in self.running:
                 self.running[request_id].free_until = 0
@@ -215,6 +211,7 @@ class Scheduler:
         num_full = request.num_computed // self.block_size
         first = num_full if request.pages is None else request.pages.num_sealed
         self.coordinator.seal(request.request_id, request.num_computed)
+        self.underway.advance(request)
         request.next_seal = (num_full + 1) * self.block_size
         if self.loads is not None:
             self.loads.offer(request, first, num_full)
@@ -256,6 +253,7 @@ class Scheduler:
         """Get a request its next pages from below, if they are there. Returns whether it computes nothing now."""
         while self.loads is not None and request.status is RequestStatus.RUNNING:
             answer = self.loads.advance(request)
+            self.underway.advance(request)
             if answer is None:
                 return False
             if answer.granted or not self._make_room(answer, step):
@@ -303,19 +301,22 @@ class Scheduler:
     def _admit(self, step: ScheduledStep, budget: int) -> int:
         """Start waiting requests, first come first served. Returns the blocks they will want in the next step."""
         coming = 0
-        while self.waiting and self._free_slots and budget:
-            request = self.waiting[0]
+        while self._free_slots and budget and (request := self.waiting.first) is not None:
             hit = self._find_start(request)
+            if isinstance(hit, Follow):
+                self._park(request, hit.key)
+                continue
             if hit is None:
                 break
             if hit.num_free_adopted > self.kv.slab.num_free:
                 self.coordinator.reclaim(hit.num_free_adopted - self.kv.slab.num_free)
                 break
-            self.waiting.popleft()
+            self.waiting.remove(request)
             self._gate.reopen()
             self._enter(request, self._gate.demand(request, hit))
             self.coordinator.adopt_prefix(request.request_id, hit)
             request.has_pages(hit.num_pages, self.block_size)
+            self.underway.enter(request)
             count_hit(request.reused, hit.host, request.num_prompt, self.block_size)
             if self.loads is not None:
                 self.loads.enter(request, hit)
@@ -328,8 +329,14 @@ class Scheduler:
             coming += ceil_div(min(self.chunk_tokens, rest), self.block_size)
         return coming
 
-    def _find_start(self, request: Request) -> PrefixHit | None:
+    def _find_start(self, request: Request) -> PrefixHit | Follow | None:
         return self._gate.find_start(request, self._promised, is_alone=not self.running)
+
+    def _park(self, request: Request, key: bytes) -> None:
+        """Let others pass a request until a running one has the page with this key. It asks tiers when it is next."""
+        self.waiting.park(request, key)
+        if self.loads is not None:
+            self.loads.forget(request)
 
     def _enter(self, request: Request, demand: Demand) -> None:
         request.slot = heapq.heappop(self._free_slots)
@@ -345,6 +352,7 @@ class Scheduler:
         request.pages = self.coordinator.pages(request.request_id)
 
     def _leave(self, request: Request) -> None:
+        self.underway.leave(request)
         if self.loads is not None:
             self.loads.forget(request)
             request.asks_tiers = not request.tiers_failed
@@ -381,16 +389,15 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.reused = ReusedTokens()
         self.waiting.appendleft(request)
-        self._gate.reopen()
         self.num_preemptions += 1
 
     def assert_invariants(self) -> None:
-        """The laws of the caches below, and that every slot is lent once."""
+        """The laws of the caches below and of the queue, and that every slot is lent once."""
         self.coordinator.assert_invariants()
+        self.waiting.assert_invariants()
+        self.underway.assert_invariants(self.running)
         if self.loads is not None:
             self.loads.assert_invariants(self.running)
         lent = sorted(request.slot for request in self.running.values())
         if sorted(lent + self._free_slots) != list(range(self.plan.config.max_running)):
             raise InvariantError(f"slots lent {lent} and free {sorted(self._free_slots)} do not add up")
-        if any(request.status is not RequestStatus.WAITING for request in self.waiting):
-            raise InvariantError("a request that waits is not WAITING")
