@@ -146,7 +146,7 @@ class ModelRank:
         regions: Regions | None = None,
         observer: SelectionObserver | None = None,
     ) -> None:
-        """Hook the model, and connect the tiers: `regions` are theirs, None maps those that `offload` names.
+        """Hook the model, and connect the tiers, whose `regions` stay the caller's.
 
         The rank closes `worker`. Raises as `RankOffload` and the model runners do, and then has closed it.
         """
@@ -155,6 +155,8 @@ class ModelRank:
         self.connector: KVConnector = HiSparseConnector.for_worker(worker)
         try:
             if offload is not None:
+                if regions is None:
+                    raise InvariantError(f"rank {worker.rank} is told of tiers, but not of their regions")
                 # A seed of its own, so that these copies are not late whenever pages of the pools are.
                 delay = CopyDelay(config.seed + 1, config.copy_delay)
                 self.offload = RankOffload(offload, worker, delay, regions)
@@ -201,7 +203,8 @@ class ModelRank:
         if self.worker.rank or not batch.logit_items:
             return ()
         draws = [work.draws[item] for item in batch.logit_items]
-        tokens = sample(logits, [draw.params for draw in draws], [draw.step for draw in draws])
+        names = [work.names[item] for item in batch.logit_items]
+        tokens = sample(logits, [draw.params for draw in draws], [draw.step for draw in draws], names)
         kept: Sequence[torch.Tensor | None] = [None] * len(tokens)
         if work.keeps_logits:
             kept = [row.clone() for row in logits]

@@ -7,7 +7,6 @@ of its own, where it maps the same regions. What crosses between processes is an
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from hisparse.connector import OffloadingConnector, OffloadingSource, Offloading
 from hisparse.engine.stats import TierUse
 from hisparse.errors import BackendError, LayoutError
 from hisparse.offload.config import OffloadConfig
+from hisparse.offload.daemon_executor import DaemonExecutor
 from hisparse.offload.engine_layout import OFFLOADED_GROUPS, GroupLayout, ModelIdentity, rows_for
 from hisparse.offload.files import FileTier
 from hisparse.offload.late_copies import LateCpuCopies
@@ -72,13 +72,11 @@ class OffloadSpec:
 class RankOffload:
     """One rank's side: its pages, mapped to the rows of the regions, and the copies between the two."""
 
-    def __init__(
-        self, spec: OffloadSpec, worker: HiSparseWorker, delay: CopyDelay, regions: Regions | None = None
-    ) -> None:
-        """Map and certify `worker`'s pages. `delay`: of copies on a CPU. `regions`: those of this process, which owns
-        them; None maps those that `spec` names.
+    def __init__(self, spec: OffloadSpec, worker: HiSparseWorker, delay: CopyDelay, regions: Regions) -> None:
+        """Map and certify `worker`'s pages. `delay`: of copies on a CPU. `regions`: as this process has them mapped;
+        they stay the caller's.
 
-        Raises `LayoutError` for caches that cannot be mapped, `BackendError` when a region cannot be mapped or pinned.
+        Raises `LayoutError` for caches that cannot be mapped, `BackendError` when a region cannot be pinned.
         """
         layouts = spec.layouts(worker.rank)
         leaders = range(len(spec.plan.model.leaders))
@@ -89,8 +87,6 @@ class RankOffload:
         self.digests: dict[GroupKind, bytes] = {}
         """Of each group's mapping: all ranks must have the same."""
         with ExitStack() as undo:
-            if regions is None:
-                regions = _attach(spec, worker.rank, layouts, undo)
             on_gpu = worker.tables.device.type == "cuda"
             device = _pinned_copies(worker.tables.device, regions, undo) if on_gpu else LateCpuCopies(delay)
             transfers = {}
@@ -123,11 +119,14 @@ class EngineOffload:
         self.spec = OffloadSpec(plan, config, model, num_ranks, names)
         self.config = config
         self._move: MoveKV | None = None
+        self._is_stuck = False
+        """Whether files are still read into the regions or written from them, although their tiers were closed."""
         self._layouts = self.spec.layouts()
         self._managers: dict[GroupKind, OffloadManager] = {}
         with ExitStack() as undo:
             num_rows = rows_for(config.cpu_bytes, list(self._layouts.values()))
-            self._executor = ThreadPoolExecutor(_LOOKUP_THREADS, "hisparse-lookup")
+            # A look-up that hangs must not keep the process from ending.
+            self._executor = DaemonExecutor(_LOOKUP_THREADS, "hisparse-lookup")
             undo.callback(self._executor.shutdown, wait=False, cancel_futures=True)
             self.regions: dict[GroupKind, SharedRegion] = {}
             for group, layout in self._layouts.items():
@@ -169,13 +168,20 @@ class EngineOffload:
     def use_model(self, model: ModelIdentity) -> None:
         """Keep what other weights compute from now on. What is kept in memory is forgotten, files stay with theirs.
 
-        Raises `BackendError` when copies of the former weights' KV do not end.
+        Raises `BackendError` when copies of the former weights' KV do not end. The regions cannot be used for other KV
+        then, but `finish` and `close` work, and do not wait for those copies once more.
         """
         if not self.settle():
             raise BackendError(
                 f"{self.source.num_under_way} copies of KV do not end: the device or a file system hangs"
             )
-        self.source.close(CLOSE_SECONDS)
+        # What did not end in time may have ended with its tier: the second call only counts.
+        if self.source.close(CLOSE_SECONDS) and (num_left := self.source.close(0.0)):
+            self._is_stuck = True
+            raise BackendError(
+                f"{num_left} reads or writes of files with KV do not end, and rows of memory are theirs until they do: "
+                f"the file system hangs"
+            )
         spec = self.spec
         self.spec = OffloadSpec(spec.plan, spec.config, model, spec.num_ranks, spec.region_names)
         self._layouts = self.spec.layouts()
@@ -197,7 +203,8 @@ class EngineOffload:
         except BackendError as error:
             logger.warning("not all KV that was to be kept could be copied: %s", error)
         self._move = None
-        self.scheduler_connector.shutdown()
+        if not self._is_stuck:
+            self.scheduler_connector.shutdown()
 
     def close(self) -> None:
         """Give the memory back, when no rank of this process uses it any more. Idempotent."""
@@ -222,9 +229,14 @@ class EngineOffload:
         return managers
 
 
-def _attach(spec: OffloadSpec, rank: int, layouts: Mapping[GroupKind, GroupLayout], undo: ExitStack) -> Regions:
+def attach_regions(spec: OffloadSpec, rank: int, undo: ExitStack) -> Regions:
+    """Map the regions that `spec` names, in the process of rank `rank`; `undo` gives them back.
+
+    A region has its name until the last rank has done so: first thing, before anything that takes long. Raises
+    `BackendError` when one does not appear in time, or another member gave up.
+    """
     regions = {}
-    for group, layout in layouts.items():
+    for group, layout in spec.layouts(rank).items():
         membership = spec.membership(rank + 1, layout, in_process=False)
         regions[group] = SharedRegion.attach(spec.region_names[group], membership)
         undo.callback(regions[group].close)

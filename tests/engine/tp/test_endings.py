@@ -1,29 +1,32 @@
 """However awkward the moment, ranks end, what was wrong is what is told, and nobody else can reach them."""
 
+import json
 import logging
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from hisparse.engine import EngineConfig, LoadedModel, load_model
+from hisparse.engine import Engine, EngineConfig, LoadedModel, load_model, offload
 from hisparse.engine.models import describe_model
 from hisparse.engine.tp import ProcessExecutor, TensorParallel
 from hisparse.engine.tp.exchange import decode_handles, encode_handles
 from hisparse.engine.tp.failures import RankFault
 from hisparse.engine.tp.sending import SMALL_BYTES
 from hisparse.errors import BackendError, RankError
+from hisparse.offload.config import OffloadConfig
+from hisparse.offload.region import new_region_name
 from hisparse.worker.cuda.shared_pool import EventHandles
 from tests.engine.parity import Case, prompt, run
 from tests.engine.tp.faults import At, FailsWhereItSpills, hang, refuse, stop, warn
-from tests.engine.tp.leftovers import is_alive, nothing_is_left
+from tests.engine.tp.leftovers import SHARED_MEMORY, is_alive, nothing_is_left
 
 NAME = "builtin:tiny-v32"
 SPILLING = Case((prompt(1, 300), prompt(2, 200)), max_tokens=30)
@@ -61,6 +64,14 @@ def hold(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.01)
+
+
+def wait_until(holds: Callable[[], object]) -> bool:
+    """Whether it holds within a minute."""
+    deadline = time.monotonic() + 60
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return bool(holds())
 
 
 def executor(loaded: LoadedModel, parallel: TensorParallel = SOON) -> ProcessExecutor:
@@ -186,12 +197,51 @@ def test_ranks_end_when_the_process_that_started_them_is_killed_whatever_else_it
     parent.join()
     if in_thread:
         os.kill(pids[1], signal.SIGCONT)
-    deadline = time.monotonic() + 20
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    assert wait_until(lambda: not any(map(is_alive, pids)))
     assert is_alive(child)
     os.kill(child, signal.SIGKILL)
-    assert not any(map(is_alive, pids))
+
+
+@dataclass(frozen=True)
+class TellAndHang:
+    """As a rank whose host pool takes long. It says first which regions it has mapped by then."""
+
+    file: Path
+    __name__ = "hang"
+
+    def __call__(self) -> None:
+        mapped = {line.split()[5] for line in Path("/proc/self/maps").read_text().splitlines() if "hisparse" in line}
+        self.file.with_suffix(".part").write_text(json.dumps(sorted(mapped)))
+        self.file.with_suffix(".part").rename(self.file)
+        hang()
+
+
+def _keep_kv(name: str, file: Path) -> None:
+    """With a CPU tier, in regions of that name, and in a rank that never has its memory."""
+    offload.new_region_name = lambda label: f"{name}-{label}"
+    ProcessExecutor.start_method = "spawn"
+    ProcessExecutor.prepare = At(TellAndHang(file), 1, "takes its memory")
+    tier = OffloadConfig(cpu_bytes=4 << 20)
+    Engine(load_model(NAME), EngineConfig(max_tokens=64, block_size=16, parallel=SOON, offload=tier))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_tier_when_its_process_ends_while_ranks_take_their_memory(
+    number: int, tmp_path: Path
+) -> None:
+    name, file = new_region_name("test"), tmp_path / "mapped"
+
+    def regions() -> list[str]:
+        return [region for region in os.listdir(SHARED_MEMORY) if name in region]
+
+    parent = multiprocessing.get_context("forkserver").Process(target=_keep_kv, args=(name, file))
+    parent.start()
+    assert wait_until(file.exists), "rank 1 did not come so far"
+    assert len([region for region in json.loads(file.read_text()) if name in region]) == 2
+    assert wait_until(lambda: not regions()), "rank 0 did not map them"
+    os.kill(parent.pid or 0, number)
+    parent.join()
+    assert regions() == []
 
 
 # Nobody else.

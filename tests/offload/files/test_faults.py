@@ -49,8 +49,15 @@ def run_to_the_end(world: World, filesystem: DrivenFileSystem) -> bool:
 
 @pytest.mark.parametrize(
     ("code", "late"),
-    [(errno.EIO, False), (errno.EIO, True), (errno.EINVAL, False)],
-    ids=["error instead", "error afterwards", "refusal instead"],
+    [
+        (errno.EIO, False),
+        (errno.EIO, True),
+        (errno.EINVAL, False),
+        (errno.ENOSPC, False),
+        (errno.EDQUOT, True),
+        (errno.ENOENT, False),
+    ],
+    ids=["error instead", "error afterwards", "refusal instead", "full instead", "quota afterwards", "gone instead"],
 )
 def test_whichever_call_fails_nothing_partial_is_visible_and_nothing_foreign_is_lost(
     code: int, late: bool, fast_path: Path
@@ -73,6 +80,32 @@ def test_whichever_call_fails_nothing_partial_is_visible_and_nothing_foreign_is_
     assert set(failed) >= {"open", "close", "read", "write", "sync", "rename", "unlink", "touch", "lock"}
     assert set(failed) >= {"status", "status_of", "list_directory", "make_directory"}
     assert 0 < num_started < len(failed)
+
+
+MAKES_SOMETHING = ("write", "sync", "make_directory", "rename", "close")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_from_whichever_call_on_nothing_can_be_written_nothing_partial_is_visible(code: int, fast_path: Path) -> None:
+    """Not once but for good, as on a disk that is full or was remounted; afterwards all is well again."""
+    descriptors, threads = num_descriptors(), threading.active_count()
+    num_started = 0
+    for number, world in enumerate(worlds(fast_path)):
+
+        def refuse(at: int, name: str, arguments: tuple[Any, ...], first: int = number) -> None:
+            is_new = name == "open" and arguments[1] & os.O_CREAT
+            if at >= first and (name in MAKES_SOMETHING or is_new):
+                raise OSError(code, os.strerror(code))
+
+        filesystem = DrivenFileSystem(refuse)
+        num_started += run_to_the_end(world, filesystem)
+        world.check()
+        world.check_restart()
+        assert num_descriptors() == descriptors
+        assert threading.active_count() == threads
+        if len(filesystem.calls) <= number:
+            break
+    assert 0 < num_started < number
 
 
 def test_a_fault_free_run_does_all_that_the_faults_are_to_meet(fast_path: Path) -> None:

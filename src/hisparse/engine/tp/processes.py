@@ -128,6 +128,8 @@ class RankProcesses:
                 rank.process.kill()
             _join_all(self.ranks, UNPIN_SECONDS)
             self.remove_driver_files()
+            # What was still on its way has found by now that nobody reads it.
+            self._outbox.wait(time.monotonic() + GRACE_SECONDS)
             for rank in self.ranks:
                 _give_back(rank)
             self._closed = True

@@ -20,6 +20,7 @@ import torch.distributed
 
 from hisparse.engine.executor import ModelRank, StepWork, default_backend
 from hisparse.engine.models import LoadedModel
+from hisparse.engine.offload import attach_regions
 from hisparse.engine.parallel import HostBacking
 from hisparse.engine.revision import weights_revision
 from hisparse.engine.tp import host_group
@@ -83,7 +84,9 @@ def run_rank(spec: RankSpec, inherited: Inherited) -> None:
     # A rank that crashes, or is sent `SAY_WHERE`, writes where all its threads are.
     faulthandler.enable(file=2)
     faulthandler.register(SAY_WHERE, file=2)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends the ranks
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Where a whole group of processes gets them, they are for the parent, which then ends the ranks.
+        signal.signal(number, signal.SIG_IGN)
     channel = ParentChannel(inherited.channel)
     end_with_parent(spec.parent, inherited.lifeline, lambda: _end(spec, ORPHAN_EXIT))
     if spec.dies_with_parent and os.getppid() == spec.parent:
@@ -171,14 +174,15 @@ class _Rank:
         return loaded
 
     def _open(self, loaded: LoadedModel, request: OpenCaches) -> Opened:
-        spec = self._spec
+        spec, offload = self._spec, request.caches.offload
+        regions = attach_regions(offload, spec.rank, self._at_exit) if offload is not None else None
         self._say("takes its memory")
         sharing = self._sharing(loaded) if request.backing is HostBacking.SHARED else None
         worker = request.caches.make_worker(default_backend(loaded, spec.config), spec.rank, sharing)
         # Other collectives run on the CPU, where a captured graph does not wait for them.
         graphs = spec.config.cuda_graphs and dist.get_backend() == "nccl"
-        offload = request.caches.offload
-        self._rank = rank = ModelRank(loaded, worker, replace(spec.config, cuda_graphs=graphs), offload)
+        config = replace(spec.config, cuda_graphs=graphs)
+        self._rank = rank = ModelRank(loaded, worker, config, offload, regions=regions)
         self._at_exit.callback(rank.close)
         pool, digests = worker.host_pool, rank.offload.digests if rank.offload is not None else {}
         return Opened(pool.usable_bytes, pool.physical_bytes, mapped_file(pool.storage.data_ptr()), digests)

@@ -77,7 +77,8 @@ def run_job(job: Job, directory: Path) -> Iterator[Converted]:
         raise InputError(f"{job.sources[0].path} cannot be converted: {job.problem}")
     per_batch = max(1, _BATCH_BYTES // (conversion.source.row_bytes * conversion.num_sources))
     keys = job.keys()
-    tier = FileTier(FileOptions((directory,), _NO_LIMIT, deadline_s=_WRITE_S), conversion.target)
+    # A disk that is full must not cost blocks: they may be the source, or somebody else's.
+    tier = FileTier(FileOptions((directory,), _NO_LIMIT, deadline_s=_WRITE_S), conversion.target, evicts=False)
     try:
         for start in range(0, len(keys), per_batch):
             yield from _convert_batch(job, conversion, keys[start : start + per_batch], tier)

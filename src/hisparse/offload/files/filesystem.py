@@ -39,8 +39,8 @@ class FileSystem(Protocol):
     def status(self, path: str) -> os.stat_result:
         """The same of a path. A symbolic link is not followed."""
 
-    def touch(self, path: str) -> None:
-        """Set the time of modification to now: what eviction goes by."""
+    def touch(self, path: str, used_ns: int) -> None:
+        """Set the time of modification, Unix time in ns: what eviction goes by."""
 
     def rename(self, source: str, destination: str) -> None:
         """Move a file in one step, over `destination` if that exists."""
@@ -89,9 +89,9 @@ class LocalFileSystem:
         """`lstat(2)`."""
         return os.lstat(path)
 
-    def touch(self, path: str) -> None:
+    def touch(self, path: str, used_ns: int) -> None:
         """`utimensat(2)`."""
-        os.utime(path, follow_symlinks=False)
+        os.utime(path, ns=(used_ns, used_ns), follow_symlinks=False)
 
     def rename(self, source: str, destination: str) -> None:
         """`rename(2)`."""

@@ -54,7 +54,7 @@ def blocks(filesystem: FileSystem, namespace: str) -> Iterator[Found]:
     """The blocks of a namespace. What vanishes meanwhile is left out. Raises `OSError` if it cannot be listed."""
     for shard in sorted(filesystem.list_directory(namespace)):
         if SHARD_NAME.fullmatch(shard) and _is_directory(filesystem, f"{namespace}/{shard}"):
-            for name in filesystem.list_directory(f"{namespace}/{shard}"):
+            for name in _names(filesystem, f"{namespace}/{shard}"):
                 match = BLOCK_NAME.fullmatch(name)
                 if match and name.startswith(shard):
                     yield from _found(filesystem, f"{namespace}/{shard}/{name}", match[1])
@@ -65,8 +65,16 @@ def quarantined(filesystem: FileSystem, namespace: str) -> list[Found]:
     folder = f"{namespace}/{QUARANTINE}"
     if not _is_directory(filesystem, folder):
         return []
-    matches = [(name, BAD_NAME.fullmatch(name)) for name in sorted(filesystem.list_directory(folder))]
+    matches = [(name, BAD_NAME.fullmatch(name)) for name in sorted(_names(filesystem, folder))]
     return [found for name, match in matches if match for found in _found(filesystem, f"{folder}/{name}", match[1])]
+
+
+def _names(filesystem: FileSystem, path: str) -> list[str]:
+    """The names in a directory, none if it vanished."""
+    try:
+        return filesystem.list_directory(path)
+    except FileNotFoundError:
+        return []
 
 
 def _found(filesystem: FileSystem, path: str, key: str) -> Iterator[Found]:

@@ -14,9 +14,10 @@ from hisparse.errors import InputError
 from hisparse.offload.files import places
 from hisparse.offload.files.block_file import HEADER_BYTES, BadFileError, Block, Fault, is_ours, read_block
 from hisparse.offload.files.capacity import evictable
-from hisparse.offload.files.directory import read_small_file, set_aside
+from hisparse.offload.files.directory import set_aside
 from hisparse.offload.files.filesystem import FileSystem, LocalFileSystem
 from hisparse.offload.files.namespace import FORMAT_VERSION, IDENTITY_FILE, NAMESPACE_NAME, Identity
+from hisparse.offload.files.small_files import read_small_file
 from hisparse.offload.files.work_folder import sweep
 
 _LOCAL = LocalFileSystem()

@@ -4,9 +4,11 @@ A block is there once its file has its name, which it gets after its last byte. 
 right, and loaded when its checksum is; everything else, whatever the disk answers, is a miss.
 """
 
-import logging
+import contextlib
 import os
 import threading
+import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 
@@ -14,19 +16,22 @@ import xxhash
 
 from hisparse.errors import CapacityError, InputError
 from hisparse.offload.config import FileOptions
+from hisparse.offload.daemon_executor import DaemonExecutor
 from hisparse.offload.files.block_file import HEADER_BYTES, Block
 from hisparse.offload.files.directory import TOUCH_AFTER_NS, Directory, DirectoryOptions
 from hisparse.offload.files.filesystem import FileSystem, LocalFileSystem
 from hisparse.offload.files.namespace import Identity
+from hisparse.offload.files.notices import kind_of, warn_rarely
 from hisparse.offload.files.places import KEY_BYTES
 from hisparse.offload.files.work import IoThreads, Transfer, finished
 
 FileTierConfig = FileOptions
 
-_LOG = logging.getLogger(__name__)
 MAX_QUEUED = 4096
 """Loads, and stores, that may wait for a thread. One more is refused at once: it would only come too late."""
 MAX_SUSPECTS = 65536
+MAX_TOUCHES = 1024
+"""Calls of `touch` that may wait for the disk. One more is dropped: it is a hint, and this disk does not keep up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class FileTier:
 
     All methods may be called from any thread. Raises `InputError` when a directory cannot be used, and `CapacityError`
     when the capacity does not hold one file per directory. `touch_after_ns` is how old a block's time of use must be
-    for a load to renew it.
+    for a load to renew it. Without `evicts` no block is removed to make room for another, whatever the capacity.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class FileTier:
         filesystem: FileSystem | None = None,
         *,
         touch_after_ns: int = TOUCH_AFTER_NS,
+        evicts: bool = True,
     ) -> None:
         filesystem = filesystem or LocalFileSystem()
         roots = [os.path.abspath(directory) for directory in config.directories]
@@ -74,7 +80,11 @@ class FileTier:
         self._digest = identity.digest
         self._row_bytes = identity.row_bytes
         options = DirectoryOptions(
-            config.capacity_bytes // len(roots), config.fsync, config.direct_io, touch_after_ns=touch_after_ns
+            config.capacity_bytes // len(roots),
+            config.fsync,
+            config.direct_io,
+            touch_after_ns=touch_after_ns,
+            evicts=evicts,
         )
         self._directories: list[Directory] = []
         try:
@@ -87,11 +97,18 @@ class FileTier:
         self._guard = threading.Lock()
         """Over what follows."""
         self._storing: dict[bytes, Transfer] = {}
+        self._touched: dict[bytes, int] = {}
+        """Times of use for blocks that are being stored."""
+        self._num_touches = 0
+        """Calls of `touch` that are queued."""
         self._suspects: dict[bytes, None] = {}
         """Keys whose files are there but cannot be read: misses until they are stored again. Oldest first."""
         self._counts = dict.fromkeys((field.name for field in fields(FileTierStats)), 0)
         self._is_open = True
         self._threads = IoThreads(config.threads, config.deadline_s, MAX_QUEUED)
+        self._toucher = DaemonExecutor(1, "hisparse-touch")
+        self._is_late = threading.Event()
+        """Set when closing took its time: what is left of the touches is not worth more."""
 
     def lookup(self, key: bytes) -> bool:
         """Whether `load` would most likely succeed: a file is there, and its size and header are right.
@@ -139,6 +156,20 @@ class FileTier:
             return finished(False)
         return self._threads.submit(lambda watch, page: self._load(block, page, watch), urgent=True)
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Make the blocks of a chain the youngest, its beginning the youngest of all: the last to be evicted.
+
+        Returns at once; a thread of its own goes from the last key to the first. Blocks that are being stored get their
+        times when they are there. Those that are not there are ignored.
+        """
+        keys = tuple(keys)
+        with self._guard:
+            is_taken = self._is_open and self._num_touches < MAX_TOUCHES
+            self._num_touches += is_taken
+        if is_taken:
+            with contextlib.suppress(RuntimeError):  # It was closed meanwhile.
+                self._toucher.submit(self._touch, keys)
+
     def close(self, deadline: float = 30.0) -> bool:
         """Take no more work and finish what was begun, at most `deadline` seconds long. Whether all of it ended.
 
@@ -149,7 +180,12 @@ class FileTier:
             was_open, self._is_open = self._is_open, False
         if not was_open:
             return True
+        until = time.monotonic() + deadline
         is_idle = self._threads.close(deadline)
+        self._toucher.shutdown(wait=False)
+        self._toucher.join(until)
+        self._is_late.set()
+        self._toucher.close(0.0)
         for directory in self._directories:
             directory.close(is_idle=is_idle)
         return is_idle
@@ -205,11 +241,30 @@ class FileTier:
         is_kept = transfer.result()
         with self._guard:
             self._storing.pop(key, None)
+            used_ns = self._touched.pop(key, None)
             self._counts["stores" if is_kept else "stores_failed"] += 1
             self._counts["stored_bytes"] += self._row_bytes * is_kept
+        if is_kept and used_ns is not None:
+            self._directory_of(key).touch(key, used_ns)
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            if self._is_late.is_set():
+                break
+            directory = self._directory_of(key)
+            used_ns = directory.next_use_ns()
+            with self._guard:
+                is_coming = key in self._storing
+                if is_coming:
+                    self._touched[key] = used_ns
+            if not is_coming:
+                directory.touch(key, used_ns)
+        with self._guard:
+            self._num_touches -= 1
 
     def _suspect(self, key: bytes, error: OSError) -> None:
-        _LOG.warning("block %s cannot be read and counts as a miss until it is stored again: %s", key.hex(), error)
+        said = "block %s cannot be read and counts as a miss until it is stored again: %s"
+        warn_rarely(self._directory_of(key).namespace, f"load {kind_of(error)}", said, key.hex(), error)
         with self._guard:
             self._suspects[key] = None
             if len(self._suspects) > MAX_SUSPECTS:

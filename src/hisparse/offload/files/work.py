@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from mmap import mmap
 
 from hisparse.offload.files.block_file import HEADER_BYTES
+from hisparse.offload.files.notices import warn_rarely
 
 _LOG = logging.getLogger(__name__)
 _GRACE_S = 0.1
@@ -141,8 +142,9 @@ class IoThreads:
             transfer.expire()
         self._over.set()
         # Whoever was between two system calls sees its verdict and ends at once.
+        until = time.monotonic() + _GRACE_S
         for thread in self._threads:
-            thread.join(_GRACE_S)
+            thread.join(max(0.0, until - time.monotonic()))
         self._watchdog.join()
         return not any(thread.is_alive() for thread in self._threads)
 
@@ -170,5 +172,7 @@ class IoThreads:
                 overdue = self._live.popleft() if self._live and due <= time.monotonic() else None
             if overdue is not None:
                 overdue.expire()
+                said = "a file could not be read or written within %g s: it counts as a miss, or as not kept"
+                warn_rarely("the file tier", "overdue", said, self._deadline_s)
             elif self._over.wait(max(0.0, due - time.monotonic())):
                 return

@@ -36,6 +36,10 @@ class WorkFolder:
         """A path at which nothing has ever been."""
         return f"{self._path}/{self._instance}-{next(self._numbers)}.tmp"
 
+    def is_there(self) -> bool:
+        """Whether its lock file still has its name: without, a sweep takes its temporaries. Raises `OSError`."""
+        return _is_at(self._filesystem, f"{self._path}/{self._instance}.lock", self._lock)
+
     def close(self, *, is_idle: bool) -> None:
         """End the instance. Unless it is idle, the lock stays until the process ends, for a temporary still written."""
         if not is_idle:
@@ -73,6 +77,11 @@ def _is_locked_for_good(filesystem: FileSystem, path: str, descriptor: int) -> b
     except OSError:
         # No locks here. A sweep cannot take any either, so it leaves everything alone.
         return True
+    return _is_at(filesystem, path, descriptor)
+
+
+def _is_at(filesystem: FileSystem, path: str, descriptor: int) -> bool:
+    """Whether an open file still has its name."""
     try:
         return filesystem.status(path).st_ino == filesystem.status_of(descriptor).st_ino
     except FileNotFoundError:
