@@ -9,6 +9,8 @@ from hisparse.errors import CapacityError, InputError
 from hisparse.geometry import BlockGeometry, RowFormat, ceil_div, device_blocks, host_blocks
 
 GIB = 1 << 30
+_LARGEST_BYTES = (1 << 63) - 1
+"""What a signed 64-bit number holds."""
 
 _UNITS = {
     "": 1,
@@ -28,13 +30,16 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 def parse_size(text: str, what: str = "size") -> int:
     """Bytes of a size such as "512KiB", "1.5 GiB", "2GB" or "4096".
 
-    Raises `InputError` naming `what` when the text is no size or rounds to nothing.
+    Raises `InputError` naming `what` when the text is no size, rounds to nothing or is of 2^63 bytes and more.
     """
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match.group(2).lower()) if match else None
     if match is None or unit is None:
         raise InputError(f"{what} {text!r} is not a size: write it like 512KiB, 64MiB or 1.5GiB")
-    num_bytes = int(float(match.group(1)) * unit)
+    size = float(match.group(1)) * unit
+    if size >= _LARGEST_BYTES:
+        raise InputError(f"{what} {text!r} is more than any machine has: write it like 512KiB, 64MiB or 1.5GiB")
+    num_bytes = int(size)
     if num_bytes <= 0:
         raise InputError(f"{what} {text!r} is empty: it must be at least one byte")
     return num_bytes
@@ -55,12 +60,22 @@ class WriteBack(Enum):
     NEVER = "never"
 
 
+def require_write_back(value: object) -> None:
+    """Raise `InputError` for what is no `WriteBack`, such as the name of one."""
+    if not isinstance(value, WriteBack):
+        raise InputError(f"write_back {value!r} must be one of {', '.join(map(str, WriteBack))}")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
     """What the cache needs to know of a model. No torch, no transformers.
 
-    `leader_of[i]` is the layer whose indexer selects the rows of layer `i`; leaders name themselves.
-    `index_row_bytes` is one token's index key of one leader, of `index_dtype` elements; None is the rows' own type.
+    `row`: one token's KV of one layer. `leader_of[i]` is the layer whose indexer selects the rows of layer `i`; leaders
+    name themselves. `index_topk`: rows that an indexer selects for a query, at least 1; a cache takes up to `MAX_TOPK`.
+    `index_row_bytes`: one token's index key of one leader, a multiple of 16 bytes, of `index_dtype` elements
+    ("float32", "bfloat16" or "float16"); None is the rows' own type.
+
+    Raises `InputError` for an `index_topk` below 1 and for a layer whose leader is no earlier layer with an indexer.
     """
 
     row: RowFormat
@@ -89,13 +104,19 @@ class ModelGeometry:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The sizes of one replica's caches.
+    """The sizes of one replica's caches. `plan_cache` checks them against a model, and rounds to whole blocks.
 
-    `slab_bytes` is the device budget of resident, hot and staging blocks. `host_pool_bytes` is the usable capacity
-    of the host pool. `hot_rows` are the rows of one request's hot lease and `rows_per_step` the most query rows of
-    one request that one step resolves together (1, or more with speculative verification). `staging_rows` bound
-    the device buffer through which a prefill reads host pages. `max_running` requests have a slot at once;
-    `max_tokens` is the longest one; `indexer_tokens` what the indexer's own pool holds.
+    `block_size`: tokens of a page, a power of two. `slab_bytes`: the device budget of resident, hot and staging blocks,
+    in bytes, rounded down. `host_pool_bytes`: the usable capacity of the host pool, in bytes of payload, rounded down.
+    `hot_rows`: rows (one token's KV in one layer) of one request's hot lease, rounded up; at least top-k times
+    `rows_per_step`, at most `MAX_HOT_ROWS`. `staging_rows`: rows of the device buffer through which a prefill reads
+    host pages, rounded up; at least top-k. `max_running`: requests that have a slot at once. `max_tokens`: tokens of
+    the longest one, prompt and output together. `indexer_tokens`: tokens whose index keys the indexer's own pool holds.
+    `rows_per_step`: the most query rows of one request that one step resolves together, 1 to `MAX_ROWS_PER_STEP` (more
+    than 1 with speculative verification). `write_back`: when full pages leave for the host.
+
+    Raises `InputError` for a `write_back` that is no `WriteBack`. What else is outside its range is found by
+    `plan_cache`.
     """
 
     block_size: int
@@ -108,6 +129,9 @@ class CacheConfig:
     indexer_tokens: int
     rows_per_step: int = 1
     write_back: WriteBack = WriteBack.PRESSURE
+
+    def __post_init__(self) -> None:
+        require_write_back(self.write_back)
 
 
 MAX_HOT_ROWS = 32768
@@ -123,7 +147,9 @@ LEAST_HOST_BLOCKS = 2
 class CachePlan:
     """A `CacheConfig` applied to a `ModelGeometry`: the pools in blocks, null blocks included.
 
-    Every number here is derived; build it with `plan_cache`, which checks how the numbers relate.
+    Every number here is derived; build it with `plan_cache`, which checks how the numbers relate. `device`, `host` and
+    `indexer` say how large a block of each pool is. `hot_blocks`: device blocks of one request's hot lease.
+    `staging_blocks`: those of the one staging lease. `max_pages`: pages of the longest request.
     """
 
     config: CacheConfig
@@ -157,8 +183,8 @@ class CachePlan:
 def plan_cache(config: CacheConfig, model: ModelGeometry) -> CachePlan:
     """Derive and check the sizes of all pools.
 
-    Raises `InputError` for an option outside its range, `CapacityError` (with the minimum) for a budget that
-    cannot run even one request.
+    Raises `InputError` for an option outside the range that `CacheConfig` gives, `CapacityError` (with the minimum) for
+    a budget that cannot run even one request.
     """
     _check_ranges(config, model)
     device = device_blocks(model.row, model.num_layers, config.block_size)

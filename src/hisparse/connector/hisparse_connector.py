@@ -25,7 +25,16 @@ class HiSparseWorkerMetadata(ConnectorWorkerMetadata):
 
 
 class HiSparseConnector(KVConnector):
-    """Build one with `for_scheduler` or `for_worker`."""
+    """Carries residency commands to the workers and their reports back: what a step loop calls, ours or another.
+
+    One connector per role; build it with `for_scheduler` or `for_worker`. The scheduler's turns what the coordinator
+    and the managers decided into one command a step (`build_connector_meta`) and gives the coordinator every worker's
+    report (`update_connector_output`). A worker's binds the command, has it carried out before the forward
+    (`start_load_kv`) and reports after it (`build_connector_worker_meta`); unbind it before the next step.
+
+    Raises `ProtocolError` for metadata of another connector, a step bound while another is or none, and for what the
+    coordinator or the worker finds out of order; `InvariantError` when a method of the other role is called.
+    """
 
     def __init__(
         self,

@@ -1,9 +1,19 @@
 """The engine's options and how they become sizes of caches."""
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import get_args
 
-from hisparse.config import GIB, CacheConfig, CachePlan, KVDtype, ModelGeometry, WriteBack, plan_cache
+from hisparse.config import (
+    GIB,
+    CacheConfig,
+    CachePlan,
+    KVDtype,
+    ModelGeometry,
+    WriteBack,
+    plan_cache,
+    require_write_back,
+)
 from hisparse.engine.parallel import TensorParallel
 from hisparse.errors import InputError, InvariantError
 from hisparse.geometry import ceil_div, device_blocks
@@ -13,16 +23,34 @@ from hisparse.offload.config import OffloadConfig
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """`max_tokens` is the longest request, prompt and output together.
+    """An engine's options. Sizes in bytes, tokens or rows (one token's KV in one layer).
 
-    `slab_bytes` None makes a slab that holds everything, so that nothing is ever spilled. `hot_rows` None is twice
-    top-k, `staging_rows` None four times. `chunk_tokens` bounds the prompt tokens of a step. `indexer_tokens` None
-    holds `max_running` requests of the longest kind. `kv_dtype` "auto" stores rows in the model's dtype. `attention`
-    names what computes decode rows on a GPU. `offload` keeps KV below the pools, in memory and in files; `prefix_salt`
-    is a secret that keys of prefixes depend on, for tenants who do not trust each other. `parallel` has several ranks
-    compute the model, in processes of their own. `copy_delay` makes the CPU
-    backend's copies late by up to so many steps, chosen by `seed`, as copies on a GPU are. `debug` checks all
-    invariants after every step.
+    Requests. `max_tokens`: tokens of the longest one, prompt and output together. `max_running`: how many run at once.
+    `chunk_tokens`: prompt tokens of one step, at most. All at least 1.
+
+    Pools. `block_size`: tokens of a page, a power of two. `slab_bytes`: the device budget of resident, hot and staging
+    blocks; None makes a slab that holds everything, so that nothing is ever spilled. `host_pool_bytes`: usable capacity
+    of the host pool. `hot_rows`: of one request's hot lease, None for twice top-k. `staging_rows`: of the buffer
+    through which prefills read the host, None for four times top-k. `indexer_tokens`: tokens whose index keys are kept,
+    None for `max_running` requests of the longest kind. `write_back`: when full pages leave for the host, a
+    `WriteBack`. `CacheConfig` gives the ranges.
+
+    Storage. `kv_dtype`: "auto" stores rows in the model's dtype, "fp8_ds_mla" packs them in 656 bytes. `offload` keeps
+    KV below the pools, in memory and in files. `prefix_salt`: a secret that keys of prefixes depend on, for tenants who
+    do not trust each other.
+
+    Computing. `attention`: what computes decode rows on a GPU, "auto", "triton" or "flashmla"; a CPU has its own.
+    `parallel` has several ranks compute the model, in processes of their own. `cuda_graphs`: whether decode steps on a
+    GPU are captured once and replayed; a CPU has none. `fixed_shapes`: whether every pass on a GPU is padded to the
+    same number of rows, `max_running` of a decode and `chunk_tokens` of a prefill, so that no result depends, not even
+    in its last bit, on how many requests share a step; costs time.
+
+    For tests. `keep_logits`: whether results have the logits of every generated token, float32 `[vocab]` each.
+    `copy_delay`: makes the CPU backend's copies late by 0 up to so many steps, as copies on a GPU are, and `seed`, any
+    integer, chooses by how many; requests sample with seeds of their own. `debug`: whether all invariants are checked
+    after every step.
+
+    Raises `InputError` for what is outside its range; `plan` finds what only the model can tell.
     """
 
     max_tokens: int
@@ -49,8 +77,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_running", "chunk_tokens"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or value < 1:
+                raise InputError(f"{name} must be an integer, at least 1, not {value!r}")
+        require_write_back(self.write_back)
         if self.copy_delay < 0:
             raise InputError(f"copy_delay must be 0 or more steps, not {self.copy_delay}")
         if self.kv_dtype not in get_args(KVDtype):

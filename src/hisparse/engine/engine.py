@@ -5,7 +5,6 @@ schedule → bind, start transfers → forward → sample → report → complet
 
 import itertools
 import time
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,13 +24,13 @@ from hisparse.engine.executor import (
     ModelRank,
     StepWork,
 )
-from hisparse.engine.hooks import DsaModelRunner
+from hisparse.engine.hooks import DsaModelRunner, is_hooked
 from hisparse.engine.meter import EngineMeter
 from hisparse.engine.models import LoadedModel
 from hisparse.engine.observer import SelectionObserver
 from hisparse.engine.offload import EngineOffload
 from hisparse.engine.output import StepOutput, TextStream, TokenOutput
-from hisparse.engine.request import FinishReason, Request, RequestStatus
+from hisparse.engine.request import FinishReason, Request, RequestStatus, check_stop_tokens, checked_prompt
 from hisparse.engine.result import RequestResult
 from hisparse.engine.revision import check_weights, model_identity
 from hisparse.engine.sampler import SamplingParams
@@ -67,11 +66,13 @@ class Engine:
         `backend`: the machine, by default the one that the model's device is of. `observer` is shown what is selected,
         `meter` is told of steps and requests.
 
-        Raises `InputError` when `config.max_tokens` is more than the model has positions, an option is outside its
-        range, the model's rows cannot be stored as `config.kv_dtype` or a directory for files cannot be used,
-        `CapacityError` for budgets that cannot run one request or keep one chunk and for host pools that there is no
-        memory for, `BackendError` when memory cannot be had.
+        Raises `InputError` when another engine drives the model, `config.max_tokens` is more than the model has
+        positions, an option is outside its range, the model's rows cannot be stored as `config.kv_dtype` or a directory
+        for files cannot be used, `CapacityError` for budgets that cannot run one request or keep one chunk and for host
+        pools that there is no memory for, `BackendError` when memory cannot be had.
         """
+        if is_hooked(loaded.model):
+            raise InputError(f"another engine drives {loaded.name}: close that one first, or load the model once more")
         if config.max_tokens > loaded.max_tokens:
             raise InputError(
                 f"requests of up to {config.max_tokens} tokens, prompt and output together, do not fit "
@@ -107,20 +108,18 @@ class Engine:
 
     # Requests.
 
-    def add_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> str:
-        """Queue a prompt. Returns the request's id.
+    def add_request(self, prompt_ids: Sequence[int] | torch.Tensor, params: SamplingParams) -> str:
+        """Queue a prompt, token ids or an integer tensor `[n]` of them. Returns the request's id.
 
-        Raises `InputError` for an empty prompt or ids outside the vocabulary, `CapacityError` for one that can
-        never fit.
+        Raises `InputError` for an empty prompt, for prompt or stop tokens that are not integers of the vocabulary,
+        `CapacityError` for what can never fit, `InvariantError` after `close`.
         """
-        if not prompt_ids:
-            raise InputError("the prompt is empty: it needs at least one token")
-        vocab = self.loaded.vocab_size
-        for token in prompt_ids:
-            if not 0 <= token < vocab:
-                raise InputError(f"token id {token} is outside the vocabulary of {vocab}")
+        if self._closed:
+            raise InvariantError("this engine was closed")
+        tokens = checked_prompt(prompt_ids, self.loaded.vocab_size)
+        check_stop_tokens(params, self.loaded.vocab_size)
         request_id = f"request-{next(self._ids)}"
-        request = Request(request_id, params, array("i", prompt_ids), len(prompt_ids))
+        request = Request(request_id, params, tokens, len(tokens))
         self.scheduler.add(request)
         self._requests[request_id] = request
         self._texts[request_id] = TextStream(self.loaded.tokenizer, params.stop)

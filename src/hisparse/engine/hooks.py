@@ -93,7 +93,7 @@ class DsaModelRunner:
         self.worker = worker
         self._watch = watch
         geometry = loaded.geometry
-        if self.model.config._attn_implementation == ATTENTION_NAME:
+        if is_hooked(self.model):
             raise InvariantError(f"{loaded.name} is driven by another runner: uninstall that one first")
         if len(worker.handles) != geometry.num_layers:
             raise InvariantError(f"{loaded.name} has {geometry.num_layers} layers, the worker {len(worker.handles)}")
@@ -159,7 +159,7 @@ class DsaModelRunner:
 
     def uninstall(self) -> None:
         """Take the hooks off the model, which is then stock again. Harmless when repeated."""
-        if self.model.config._attn_implementation != ATTENTION_NAME:
+        if not is_hooked(self.model):
             return
         for layer in self._leaders:
             del self.model.model.layers[layer].self_attn.indexer.forward
@@ -176,6 +176,11 @@ class DsaModelRunner:
         self.model.set_attn_implementation(ATTENTION_NAME)
         for layer in self._leaders:
             modules[layer].indexer.forward = _indexer_hook(layer)
+
+
+def is_hooked(model: Any) -> bool:
+    """Whether a transformers model carries the hooks of a runner."""
+    return bool(model.config._attn_implementation == ATTENTION_NAME)
 
 
 def cache_argument(model: Any) -> str:

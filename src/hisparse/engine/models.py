@@ -3,7 +3,7 @@
 Whatever is wrong with what the user named becomes an `InputError` of one line.
 """
 
-import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,33 @@ from typing import Any
 import torch
 
 from hisparse.config import KVDtype, ModelGeometry
-from hisparse.engine.builtin import BUILTIN_MODELS, BUILTIN_PREFIX, FINDER, FINDER_FOLDER, builtin_config, builtin_model
-from hisparse.engine.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer
+from hisparse.engine.builtin import BUILTIN_PREFIX, FINDER, FINDER_FOLDER, builtin_config, builtin_model
+from hisparse.engine.checkpoint import (
+    MODEL_TYPES,
+    describe_weights,
+    eos_ids,
+    load_config,
+    load_tokenizer,
+    load_weights,
+    quiet_loading,
+    read_config,
+    without_weights,
+)
+from hisparse.engine.tokenizer import ByteTokenizer, Tokenizer
 from hisparse.errors import BackendError, InputError
 from hisparse.geometry import ELEMENT_BYTES, latent_row
 
-MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICE_TYPES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run. `model` is a transformers causal language model in evaluation mode, untouched.
+    """A model ready to run; `load_model` makes one. One engine at a time drives it.
 
-    `geometry` is for KV in the model's own dtype; `geometry_for` gives it for other rows.
+    `name`: what it was loaded by, a built-in name or a path. `model`: a transformers causal language model in
+    evaluation mode, untouched. `geometry` is for KV in the model's own `dtype`; `geometry_for` gives it for other rows.
+    `eos_token_ids`: tokens that end a text, below `vocab_size`; empty if there are none.
     """
 
     name: str
@@ -68,84 +81,90 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def require_device(device: str) -> None:
-    """Raise `BackendError` where a model cannot be moved to `device`."""
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    """Raise `InputError` for a device that models do not run on, `BackendError` for one that is not there."""
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError):
+        place = None
+    if place is None or place.type not in DEVICE_TYPES:
+        raise InputError(f"unknown device {device!r}: use cpu, cuda, or one GPU by its number as in cuda:0")
+    if place.type != "cuda":
+        return
+    if not torch.cuda.is_available():
         raise BackendError("no CUDA device is usable: use the CPU (--device cpu), or install a driver and a CUDA torch")
+    if (place.index or 0) >= torch.cuda.device_count():  # cuda alone has no index
+        raise BackendError(
+            f"there is no {device}: the last GPU of this machine is cuda:{torch.cuda.device_count() - 1}"
+        )
 
 
 def load_model(
-    name_or_path: str, dtype: str = "float32", device: str = "cpu", *, distributed: Any = None
+    name_or_path: str | os.PathLike[str], dtype: str = "float32", device: str = "cpu", *, distributed: Any = None
 ) -> LoadedModel:
     """Load a built-in model ("builtin:tiny-v32", "builtin:tiny-glm", "builtin:finder") or a checkpoint directory.
 
+    `dtype`: of weights and KV, "float32", "bfloat16" or "float16". `device`: "cpu", "cuda", or one GPU as "cuda:0".
     `distributed`: for a checkpoint, a transformers `DistributedConfig` over the default process group, all of whose
     ranks call this: each reads and keeps its part only, on its own device (`tp.sharded_model.load_part`).
     Nothing is downloaded. Raises `InputError` for: a built-in model that is unknown, a directory that is missing or has
-    no readable configuration, a model that is no sparse-attention model this library knows, missing weights or
-    tokenizer, an unknown dtype.
+    no configuration that can be used, a model that is no sparse-attention model this library knows, weights that are
+    missing or of another shape, end tokens outside the vocabulary, no tokenizer, an unknown dtype or device.
     Raises `BackendError` for a device that is not there.
     """
-    torch_dtype = parse_dtype(dtype)
+    name, torch_dtype = _name_of(name_or_path), parse_dtype(dtype)
     require_device(device)
-    if name_or_path.startswith(BUILTIN_PREFIX) and name_or_path != FINDER:
-        model, tokenizer = builtin_model(name_or_path, torch_dtype), ByteTokenizer()
-        return _loaded(name_or_path, model.to(device), tokenizer, dtype)
-    path = FINDER_FOLDER if name_or_path == FINDER else Path(name_or_path)
-    read_config(path)
-    model = _load_weights(path, torch_dtype, distributed)
-    return _loaded(name_or_path, model.to(device), _load_tokenizer(path, model.config), dtype)
+    if _is_made_here(name):
+        return _loaded(name, builtin_model(name, torch_dtype).to(device), ByteTokenizer(), dtype)
+    path = _folder_of(name)
+    with quiet_loading() as said:
+        config, eos_token_ids = _checked_config(path, dtype)
+        model = load_weights(path, config, torch_dtype, distributed, said)
+        tokenizer = load_tokenizer(path, config, eos_token_ids)
+    return _loaded(name, model.to(device), tokenizer, dtype)
 
 
-def describe_model(name_or_path: str, dtype: str = "float32") -> LoadedModel:
+def describe_model(name_or_path: str | os.PathLike[str], dtype: str = "float32") -> LoadedModel:
     """As `load_model`, without the weights: `model` lies on torch's meta device and computes nothing.
 
     For a process that drives others, in which the weights are. Raises `InputError` as `load_model` does, except for
     what is wrong with weights.
     """
-    torch_dtype = parse_dtype(dtype)
-    if name_or_path.startswith(BUILTIN_PREFIX) and name_or_path != FINDER:
-        return _loaded(
-            name_or_path, _without_weights(builtin_config(name_or_path), torch_dtype), ByteTokenizer(), dtype
-        )
-    path = FINDER_FOLDER if name_or_path == FINDER else Path(name_or_path)
+    name, torch_dtype = _name_of(name_or_path), parse_dtype(dtype)
+    if _is_made_here(name):
+        return _loaded(name, without_weights(builtin_config(name), torch_dtype), ByteTokenizer(), dtype)
+    path = _folder_of(name)
+    with quiet_loading():
+        config, eos_token_ids = _checked_config(path, dtype)
+        model = describe_weights(path, config, torch_dtype)
+        tokenizer = load_tokenizer(path, config, eos_token_ids)
+    return _loaded(name, model, tokenizer, dtype)
+
+
+def _name_of(name_or_path: str | os.PathLike[str]) -> str:
+    name: object = os.fspath(name_or_path) if isinstance(name_or_path, os.PathLike) else name_or_path
+    if not isinstance(name, str):
+        raise InputError(f"{name_or_path!r} names no model: give a name or a path, as a string or a path object")
+    return name
+
+
+def _is_made_here(name: str) -> bool:
+    """Whether it is a built-in model, or would be one if there were one of that name, without files."""
+    return name.startswith(BUILTIN_PREFIX) and name != FINDER
+
+
+def _folder_of(name: str) -> Path:
+    return FINDER_FOLDER if name == FINDER else Path(name)
+
+
+def _checked_config(path: Path, dtype: str) -> tuple[Any, tuple[int, ...]]:
+    """All that can be checked before weights are read: the configuration, and the end tokens."""
     read_config(path)
-    from transformers import AutoConfig
-
+    config = load_config(path)
     try:
-        model = _without_weights(AutoConfig.from_pretrained(path, local_files_only=True), torch_dtype)
-    except Exception as error:  # transformers raises many types for a configuration that it cannot use
-        raise InputError(f"the configuration of {path} cannot be used: {_one_line(error)}") from error
-    return _loaded(name_or_path, model, _load_tokenizer(path, model.config), dtype)
-
-
-def _without_weights(config: Any, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The checked `config.json` of a checkpoint directory, as written.
-
-    It is read here and not through transformers, which fills `index_topk` in where a configuration has none.
-    """
-    if not path.is_dir():
-        raise InputError(f"no model at {path}: name a checkpoint directory, or one of {', '.join(BUILTIN_MODELS)}")
-    file = path / "config.json"
-    if not file.is_file():
-        raise InputError(f"{path} has no config.json: it is not a checkpoint directory")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} cannot be read: {_one_line(error)}") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{file} is not a model configuration: it holds no JSON object")
-    if config.get("model_type") not in MODEL_TYPES:
-        raise InputError(f"{path} is a {config.get('model_type')!r} model; supported are {', '.join(MODEL_TYPES)}")
-    if not isinstance(config.get("index_topk"), int):
-        raise InputError(f"{file} has no index_topk: only models with a sparse-attention indexer are supported")
-    return config
+        geometry_of(config, dtype)
+    except InputError as error:
+        raise InputError(f"the configuration of {path} cannot be used: {error}") from error
+    return config, eos_ids(path, config)
 
 
 def geometry_of(config: Any, dtype: str) -> ModelGeometry:
@@ -165,10 +184,19 @@ def geometry_of(config: Any, dtype: str) -> ModelGeometry:
 
 
 def leaders_of(config: Any) -> tuple[int, ...]:
-    """For each layer, the layer whose indexer it uses. Without `indexer_types` every layer has its own."""
-    types = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
+    """For each layer, the layer whose indexer it uses. Without `indexer_types` every layer has its own.
+
+    Raises `InputError` for types that are unknown, of another number of layers, or begin with one that shares. Types of
+    draft layers, which are behind the model's own, may be among them.
+    """
+    num_layers = int(config.num_hidden_layers)
+    types = getattr(config, "indexer_types", None)
+    types = ["full"] * num_layers if types is None else types
+    num_drafts = int(getattr(config, "num_nextn_predict_layers", None) or 0)
+    if not num_layers <= len(types) <= num_layers + num_drafts:
+        raise InputError(f"indexer_types has {len(types)} entries, and the model {num_layers} layers")
     leaders: list[int] = []
-    for layer, kind in enumerate(types[: config.num_hidden_layers]):
+    for layer, kind in enumerate(types[:num_layers]):
         if kind not in ("full", "shared"):
             raise InputError(f"layer {layer} has the indexer type {kind!r}; known are full and shared")
         if kind == "shared" and not leaders:
@@ -186,62 +214,3 @@ def _loaded(name: str, model: Any, tokenizer: Tokenizer, dtype: str) -> LoadedMo
         dtype=parse_dtype(dtype),
         eos_token_ids=tokenizer.eos_token_ids,
     )
-
-
-def _load_weights(path: Path, dtype: torch.dtype, distributed: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    # The annotation of from_pretrained knows nothing of what output_loading_info adds.
-    load: Any = AutoModelForCausalLM.from_pretrained
-    has_bar = logging.is_progress_bar_enabled()
-    # What a command shows of its progress is its own affair.
-    logging.disable_progress_bar()
-    try:
-        model, info = load(
-            path,
-            dtype=dtype,
-            attn_implementation="eager",
-            local_files_only=True,
-            output_loading_info=True,
-            distributed_config=distributed,
-        )
-    except Exception as error:  # transformers, safetensors and torch raise many types for a damaged checkpoint
-        raise InputError(f"the weights of {path} cannot be loaded: {_one_line(error)}") from error
-    finally:
-        if has_bar:
-            logging.enable_progress_bar()
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise InputError(f"{path} lacks {len(missing)} weights, {missing[0]} among them")
-    return model
-
-
-def _load_tokenizer(path: Path, config: Any) -> Tokenizer:
-    from transformers import AutoTokenizer
-
-    try:
-        inner = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # the same: the type depends on which file is missing or damaged
-        raise InputError(f"{path} has no tokenizer that can be loaded: {_one_line(error)}") from error
-    return CheckpointTokenizer(inner, int(config.vocab_size), eos_ids(path, config))
-
-
-def eos_ids(path: Path, config: Any) -> tuple[int, ...]:
-    """End tokens: those of `generation_config.json` if it names any, else the configuration's."""
-    file = path / "generation_config.json"
-    value: Any = None
-    if file.is_file():
-        try:
-            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise InputError(f"{file} cannot be read: {_one_line(error)}") from error
-    value = config.eos_token_id if value is None else value
-    if value is None:
-        return ()
-    return tuple(int(token) for token in (value if isinstance(value, list) else [value]))
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

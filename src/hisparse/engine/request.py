@@ -1,7 +1,9 @@
 """One request and what the scheduler knows of it."""
 
+import operator
 import time
 from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -9,6 +11,7 @@ import torch
 
 from hisparse.engine.reuse import ReusedTokens
 from hisparse.engine.sampler import SamplingParams
+from hisparse.errors import InputError
 from hisparse.residency import RequestPages
 
 
@@ -91,3 +94,41 @@ class Request:
         """All the pages that it has are full: `num_pages`, none of which it has to compute."""
         self.num_computed = self.capacity = num_pages * block_size
         self.next_seal = self.num_computed + block_size
+
+
+def checked_prompt(prompt_ids: Sequence[int] | torch.Tensor, vocab_size: int) -> "array[int]":
+    """Token ids as a request keeps them. Raises `InputError` for what is no non-empty run of ids of the vocabulary."""
+    if isinstance(prompt_ids, str):
+        raise InputError("the prompt is text, and token ids are wanted: give what the tokenizer's encode makes of it")
+    if isinstance(prompt_ids, torch.Tensor):
+        if prompt_ids.dim() != 1:
+            raise InputError(f"the prompt is a tensor of shape {list(prompt_ids.shape)}; it must have one dimension")
+        prompt_ids = prompt_ids.tolist()
+    ids = _integers(prompt_ids, "the prompt")
+    if not ids:
+        raise InputError("the prompt is empty: it needs at least one token")
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise InputError(f"token id {token} is outside the vocabulary of {vocab_size}")
+    return array("i", ids)
+
+
+def check_stop_tokens(params: SamplingParams, vocab_size: int) -> None:
+    """Raise `InputError` for a stop token that the model cannot generate."""
+    for token in _integers(params.stop_token_ids, "stop_token_ids"):
+        if not 0 <= token < vocab_size:
+            raise InputError(f"stop token {token} is outside the vocabulary: its tokens are 0 to {vocab_size - 1}")
+
+
+def _integers(values: Iterable[object], what: str) -> list[int]:
+    try:
+        values = list(values)
+    except TypeError:
+        raise InputError(f"{what} must be a sequence of token ids, not {values!r}") from None
+    ids: list[int] = []
+    for value in values:
+        try:
+            ids.append(operator.index(value))  # type: ignore[arg-type]
+        except TypeError:
+            raise InputError(f"{what} has {value!r} among its token ids, which must be integers") from None
+    return ids

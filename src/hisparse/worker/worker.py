@@ -27,6 +27,12 @@ class HiSparseWorker:
 
     A step is `start_step` → forward, through `handles` and `indexer` → `finish_step`. It never allocates or frees a
     logical block: which block is whose comes with the commands.
+
+    `handles[layer]` is the cache of a layer of the model, a `HiSparseCacheHandle`, through which the forward writes,
+    resolves and reads KV rows. `indexer` holds the index keys, which are counted by leaders and not by layers.
+    `tables` are the block tables, int32 `[max_running, pages]` each, as of the last `start_step`: read them to find
+    where a slot's rows lie (`tables.physical_rows`); only commands change them. All three stay the same objects for the
+    worker's life.
     """
 
     def __init__(
