@@ -28,7 +28,9 @@ class PatientSource:
     def __init__(self) -> None:
         self.num_open = 0
 
-    def match(self, request_id: str, keys: Sequence[bytes], have: Mapping[GroupKind, int]) -> Match:
+    def match(
+        self, request_id: str, keys: Sequence[bytes], have: Mapping[GroupKind, int], *, ahead: bool = False
+    ) -> Match:
         return Match(len(keys), False)
 
     def begin_load(self, request_id: str, keys: Sequence[bytes], pages: Sequence[GroupPages]) -> TicketId:

@@ -88,7 +88,9 @@ class PaperTiers:
 
     # PrefixSource.
 
-    def match(self, request_id: str, keys: Sequence[bytes], have: Mapping[GroupKind, int]) -> Match:
+    def match(
+        self, request_id: str, keys: Sequence[bytes], have: Mapping[GroupKind, int], *, ahead: bool = False
+    ) -> Match:
         num_pages, waits = len(keys), False
         claims: set[Place] = set()
         for group in BOTH:
@@ -101,6 +103,10 @@ class PaperTiers:
                 waits |= self._fetch(request_id, [(group, key) for key in keys[end:num_pages]])
                 end = self._claim(request_id, keys, group, end)
             num_pages = min(num_pages, end)
+        if ahead:
+            self._claims.pop(request_id, None)
+            self._promised.pop(request_id, None)
+            return Match(num_pages, waits)
         patience = self._patience.setdefault(request_id, self.weather.patience)
         waits = waits and patience > 0
         self._patience[request_id] = patience - waits

@@ -1,5 +1,6 @@
 """An engine whose prompts come back from memory and files: the same tokens as stock, and what was reused adds up."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +132,20 @@ def test_memory_alone_gives_prompts_back(tiny: LoadedModel) -> None:
     assert_like_stock(tiny, CONVERSATIONS, again)
     assert again[0].reused.cpu_tier > 0
     assert sum(result.reused.files for result in again) == 0
+
+
+def test_what_an_engine_computed_last_is_kept_however_long_it_is_idle_then(tiny: LoadedModel) -> None:
+    kept = offload(transfer_deadline_s=0.3)
+    with Engine(tiny, config(tiny, kept, chunk_tokens=320)) as engine:
+        engine.add_request(SHARED, SamplingParams(max_tokens=1))
+        for _ in engine.run():
+            pass
+        assert engine.scheduler.num_open, "control: the last stores are still to be sent, or on their way"
+        time.sleep(0.4)
+        run(engine, [prompt(91, 20)])
+        for tier in engine.stats().tiers:
+            assert (tier.traffic.failed_stores, tier.traffic.overdue_transfers) == (0, 0)
+            assert tier.traffic.stores >= 10
 
 
 def test_a_prefix_larger_than_the_cpu_tier_flows_through_it(tiny: LoadedModel, tmp_path: Path) -> None:

@@ -344,6 +344,43 @@ def test_a_request_that_is_told_to_ask_again_computes_when_its_patience_ends_and
     assert request.reused == ReusedTokens(computed=40)
 
 
+def test_what_a_waiting_request_could_use_is_brought_up_and_nothing_is_held_for_it() -> None:
+    tiers = tiers_of(has_files=True)
+    drive = calm_drive(tiers, max_running=1)
+    prompt = text(1, 40)
+    store(drive, prompt)
+    tiers.cpu.clear()
+    ask(drive, text(2, 40), max_tokens=20, name="runs")
+    waits = ask(drive, prompt, name="waits")
+    for _ in range(10):
+        drive.step()
+        assert "waits" not in tiers._claims
+    assert waits.status is RequestStatus.WAITING
+    assert len({key for _, key in tiers.cpu} & set(waits.prefix_keys or ())) >= 9
+    tiers.files.clear()
+    settle(drive)
+    assert waits.reused.computed <= 4, "it came from memory, although the files are gone"
+
+
+@pytest.mark.parametrize("num_known", [13, 25, 53])
+def test_a_hit_that_was_shortened_while_the_request_waited_is_taken_up_again(num_known: int) -> None:
+    """It waits for more than the pools have, and is admitted with less of that than they have: room is scarce."""
+    tiers = tiers_of(has_files=True)
+    drive = Drive(small_plan(6, host_blocks=90, index_blocks=90), seed=0, tiers=tiers)
+    prompt = text(1, 61)
+    store(drive, prompt)
+    run_one(drive, make_request("before", prompt[:num_known], 1))
+    settle(drive)
+    tiers.cpu.clear()
+    tiers.loaded.clear()
+    tiers.weather = Weather(min_delay=1000, patience=3)
+    request = ask(drive, prompt)
+    settle(drive)
+    assert tiers.loaded == []
+    known = num_known // BLOCK_SIZE * BLOCK_SIZE
+    assert (request.reused.total, request.reused.computed) == (61, 61 - known)
+
+
 def test_a_load_that_failed_is_computed_and_not_tried_again() -> None:
     tiers = tiers_of()
     drive = calm_drive(tiers)

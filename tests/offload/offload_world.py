@@ -5,7 +5,7 @@ of a region row, and what a worker reads back must be its own share of that key.
 published too early or confused with another is seen as a wrong value.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -20,10 +20,11 @@ Row = dict[int, object]
 
 
 class LateExecutor(Executor):
-    """Runs a task when told to, or refuses it as one that was shut down."""
+    """Runs a task when told to, or at once, or refuses it as one that was shut down."""
 
     def __init__(self) -> None:
         self.tasks: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self.is_prompt = False
         self.is_down = False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
@@ -31,6 +32,8 @@ class LateExecutor(Executor):
             raise RuntimeError("cannot schedule new futures after shutdown")
         future: Future[Any] = Future()
         self.tasks.append((future, lambda: fn(*args, **kwargs)))
+        if self.is_prompt:
+            self.run_all()
         return future
 
     def run_all(self) -> None:
@@ -51,6 +54,7 @@ class LateTier:
         self.work: list[tuple[str, bytes, Row, Future[bool]]] = []
         self.refuses: set[str] = set()
         """Names of methods that raise at once."""
+        self.touched: list[tuple[bytes, ...]] = []
         self.closed_within: float | None = None
 
     def lookup(self, key: bytes) -> bool:
@@ -62,6 +66,10 @@ class LateTier:
 
     def load(self, key: bytes, buffer: Any) -> "Future[bool]":
         return self._begin("load", key, buffer)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._refuse("touch")
+        self.touched.append(tuple(keys))
 
     def close(self, deadline: float) -> None:
         self.closed_within = deadline
@@ -106,6 +114,8 @@ class World:
         config = OffloadConfig.parse({"cpu_bytes": 1 << 20, "policy": "lru", **options})
         below = Below(self.tier, self.row, self.executor) if has_tier else None
         self.manager = OffloadManager(config, num_blocks, num_workers, below, lambda: self.now_s)
+        self.is_stepping = True
+        """Whether a transfer that is begun is handed out at once, as if the step ended."""
         self.open: dict[TransferId, tuple[RegionTransfer, list[bytes]]] = {}
         self.todo: set[tuple[TransferId, int]] = set()
         """Transfers and the workers that have not copied for them yet."""
@@ -125,9 +135,16 @@ class World:
     def _hand_out(self, transfer: RegionTransfer | None, keys: list[bytes]) -> TransferId | None:
         if transfer is None:
             return None
+        if self.is_stepping:
+            self.manager.hand_out()
         self.open[transfer.transfer_id] = (transfer, keys)
         self.todo |= {(transfer.transfer_id, worker) for worker in range(self.num_workers)}
         return transfer.transfer_id
+
+    def pass_step(self, now_s: float) -> None:
+        """The next step hands out its copies at `now_s`, if there are any."""
+        self.now_s = now_s
+        self.manager.hand_out()
 
     def copy(self, transfer_id: TransferId, worker: int) -> None:
         """One worker copies its share and reports that it is done."""

@@ -29,6 +29,7 @@ def test_every_option_can_be_said() -> None:
         "max_tier_writes": 2,
         "max_tier_loads": 3,
         "lookup_deadline_s": 1,
+        "lookup_limit_s": 20,
         "transfer_deadline_s": 2.5,
         "files": FILES | {"threads": 8, "deadline_s": 3, "fsync": True, "direct_io": False},
     }

@@ -14,7 +14,7 @@ def tier(num_blocks: int = 2) -> CpuTier:
 
 
 def reserve(cpu: CpuTier, key: bytes) -> Entry:
-    entry = cpu.reserve(key, 0.0, lambda entry: True)
+    entry = cpu.reserve(key, lambda entry: True)
     assert entry is not None
     return entry
 
@@ -75,7 +75,18 @@ def damage_withdrawal(cpu: CpuTier, entry: Entry) -> None:
     entry.references = 0
 
 
-@pytest.mark.parametrize("damage", [damage_block, damage_state, damage_policy, damage_key, damage_withdrawal])
+def damage_idle(cpu: CpuTier, entry: Entry) -> None:
+    entry.references = 1
+
+
+def damage_ahead(cpu: CpuTier, entry: Entry) -> None:
+    entry.is_ahead = True
+
+
+DAMAGE = [damage_block, damage_state, damage_policy, damage_key, damage_withdrawal, damage_idle, damage_ahead]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_found_by_the_invariants(damage: Callable[[CpuTier, Entry], None]) -> None:
     cpu = tier()
     entry = reserve(cpu, b"a")

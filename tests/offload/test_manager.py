@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from hisparse.errors import InvariantError
 from hisparse.offload.messages import Lookup, LookupStatus, OffloadReport, TransferEvent, TransferKind, TransferOutcome
+from hisparse.offload.tier_probes import BATCH, MAX_PROBES
 from hisparse.protocol import TransferId
 from tests.offload.offload_world import World, chain
 
@@ -182,9 +184,9 @@ def test_a_worker_that_never_answers_costs_a_load_its_deadline_and_no_block_is_r
     transfer = world.load("second", a)
     assert transfer is not None
     world.copy(transfer, 0)
-    world.now_s = 4.9
+    world.pass_step(4.9)
     assert world.manager.take_events() == ()
-    world.now_s = 5.0
+    world.pass_step(5.0)
     assert world.manager.take_events() == (
         TransferEvent(transfer, TransferKind.LOAD, "second", TransferOutcome.OVERDUE),
     )
@@ -201,7 +203,7 @@ def test_an_overdue_store_is_not_published_however_well_it_ends() -> None:
     a = chain("a", 1)
     _, transfer = world.store("first", a)
     assert transfer is not None
-    world.now_s = 5.0
+    world.pass_step(5.0)
     assert outcomes(world.manager.take_events()) == [TransferOutcome.OVERDUE]
     assert world.store("second", a)[0] == 1
     world.copy(transfer, 0)
@@ -219,8 +221,29 @@ def test_nobody_waits_for_a_store_longer_than_the_lookup_deadline() -> None:
     world.now_s = 0.9
     assert world.manager.lookup("second", a) == Lookup(PENDING, 0)
     world.now_s = 1.0
-    assert world.manager.lookup("second", a) == NOTHING
+    for _ in range(3):
+        assert world.manager.lookup("second", a) == NOTHING, "what is there already is no progress"
     assert world.manager.stats.late_lookups == 1
+
+
+def test_a_transfer_has_its_time_from_when_it_is_handed_out_and_idle_time_does_not_count() -> None:
+    world = World(num_blocks=4, transfer_deadline_s=5.0)
+    a, b = chain("a", 2), chain("b", 1)
+    plan = world.manager.prepare_store("first", a)
+    assert plan.transfer is not None
+    # It is begun at the end of a step; the next one, which hands it out, comes much later.
+    world.pass_step(100.0)
+    assert world.manager.take_events() == ()
+    world.now_s = 200.0
+    assert world.manager.take_events() == (), "nobody was asked since it was handed out"
+    world.manager.report(OffloadReport(0, (plan.transfer.transfer_id,), (plan.transfer.transfer_id,)))
+    assert outcomes(world.manager.take_events()) == [TransferOutcome.ENQUEUED, TransferOutcome.DONE]
+    assert world.manager.lookup("second", a) == Lookup(HIT, 2)
+    # Control: what a whole step's reports leave open after its time is overdue.
+    world.manager.prepare_store("first", b)
+    world.pass_step(300.0)
+    world.pass_step(305.0)
+    assert outcomes(world.manager.take_events()) == [TransferOutcome.OVERDUE]
 
 
 def test_the_copies_of_a_finished_request_go_on() -> None:
@@ -371,7 +394,7 @@ def test_whatever_goes_wrong_below_is_a_miss_within_the_deadline(fault: str) -> 
     inject, expected = FAULTS[fault]
     inject(world)
     answers = []
-    for _ in range(12):
+    for _ in range(15):
         answers.append(world.manager.lookup("second", a))
         world.executor.run_all()
         world.tier.end_all()
@@ -425,31 +448,399 @@ def test_a_block_is_not_reused_while_the_tier_below_reads_or_fills_it() -> None:
     assert world.store("second", b)[0] == 1
 
 
-def test_writes_below_over_the_limit_are_dropped_and_hold_nobody_up() -> None:
+def test_writes_below_over_the_limit_wait_for_their_turn_and_hold_nobody_up() -> None:
     world = World(num_blocks=4, has_tier=True, max_tier_writes=1)
     a = chain("a", 3)
     world.store("first", a)
     world.copy_all()
-    assert len(world.tier.work) == 1
-    assert world.manager.stats.dropped_tier_writes == 2
     assert world.manager.lookup("second", a) == Lookup(HIT, 3)
+    for number in range(3):
+        assert [key for _, key, _, _ in world.tier.work] == [a[number]], "in the order of the prompt"
+        world.tier.end(0)
+        world.manager.take_events()
+    assert list(world.tier.kept) == a
+    assert world.manager.stats.dropped_tier_writes == 0
 
 
-def test_loads_from_below_over_the_limit_are_not_hit() -> None:
+def test_a_chunk_that_waits_to_be_written_keeps_no_block_from_others_and_is_dropped_with_it() -> None:
+    world = World(num_blocks=3, has_tier=True, max_tier_writes=1)
+    a, b = chain("a", 3), chain("b", 2)
+    world.store("first", a)
+    world.copy_all()
+    world.manager.finish("first")
+    assert world.store("second", b)[0] == 2
+    world.manager.assert_invariants()
+    assert world.manager.stats.dropped_tier_writes == 2
+    for _ in range(3):
+        world.settle()
+    assert set(world.tier.kept) == {a[0], *b}
+
+
+def test_a_chunk_that_is_below_is_evicted_before_one_that_is_not() -> None:
+    world = World(num_blocks=3, has_tier=True, max_tier_writes=1)
+    a = chain("a", 3)
+    world.store("first", a)
+    world.copy_all()
+    world.tier.end(0)  # a0 is written, a1 is not; a2, the oldest, waits
+    world.manager.take_events()
+    world.manager.finish("first")
+    world.store("second", chain("b", 1))
+    assert [key for key in a if world.manager.cpu.get(key)] == a[1:]
+    assert world.manager.stats.dropped_tier_writes == 0
+
+
+def test_loads_from_below_over_the_limit_are_waited_for() -> None:
     world = World(num_blocks=4, has_tier=True, max_tier_loads=2)
     a = chain("a", 4)
     spill(world, a)
     world.manager.lookup("second", a)
     world.executor.run_all()
-    world.manager.lookup("second", a)
+    assert world.manager.lookup("second", a) == Lookup(PENDING, 0)
+    assert len(world.tier.work) == 2
     world.tier.end_all()
+    assert world.manager.lookup("second", a) == Lookup(PENDING, 2)
+    world.tier.end_all()
+    assert world.manager.lookup("second", a) == Lookup(HIT, 4)
+
+
+def test_who_gets_no_turn_to_load_waits_while_others_get_further_and_loads_then() -> None:
+    world = World(num_blocks=8, has_tier=True, max_tier_loads=2, lookup_deadline_s=1.0)
+    a, b = chain("a", 4), chain("b", 1)
+    spill(world, a + b)
+    for request, keys in (("first", a), ("second", b)):
+        world.manager.lookup(request, keys)
+    world.executor.run_all()
+    world.manager.lookup("first", a)
+    for number in range(4):
+        assert world.manager.lookup("second", b) == Lookup(PENDING, 0), number
+        world.now_s += 0.9
+        world.tier.end(0)
+        world.manager.lookup("first", a)
+    assert world.manager.lookup("second", b) == Lookup(PENDING, 0)
+    world.tier.end_all()
+    assert world.manager.lookup("second", b) == Lookup(HIT, 1)
+    assert world.manager.stats.late_lookups == 0
+
+
+def test_control_who_gets_no_turn_while_nobody_gets_further_computes() -> None:
+    world = World(num_blocks=8, has_tier=True, max_tier_loads=1, lookup_deadline_s=1.0)
+    a, b = chain("a", 1), chain("b", 1)
+    spill(world, a + b)
+    for request, keys in (("first", a), ("second", b)):
+        world.manager.lookup(request, keys)
+    world.executor.run_all()
+    for request, keys in (("first", a), ("second", b)):
+        assert world.manager.lookup(request, keys) == Lookup(PENDING, 0)
+    world.now_s = 1.0
+    assert world.manager.lookup("second", b) == NOTHING
+
+
+def test_who_finds_no_place_among_the_probes_asks_again_and_is_answered() -> None:
+    world = World(num_blocks=32, has_tier=True)
+    prompts = {f"r{i}": chain(f"p{i}", 2) for i in range(20)}
+    for keys in prompts.values():
+        spill(world, keys)
+    assert {world.manager.lookup(request, keys).status for request, keys in prompts.items()} == {RETRY}
+    assert len(world.executor.tasks) == MAX_PROBES
+    left = dict(prompts)
+    for _ in range(12):
+        world.executor.run_all()
+        world.tier.end_all()
+        for request, keys in list(left.items()):
+            answer = world.manager.lookup(request, keys)
+            if answer.status in (HIT, MISS):
+                assert answer == Lookup(HIT, 2)
+                del left[request]
+                world.load(request, keys)
+                world.copy_all()
+                world.manager.finish(request)
+    assert not left
+
+
+def test_when_the_tier_below_hangs_all_wait_for_one_deadline_and_who_comes_later_computes_at_once() -> None:
+    world = World(num_blocks=4, has_tier=True, lookup_deadline_s=1.0)
+    early = [(f"r{i}", chain("a", 2)) for i in range(20)]
+    assert {world.manager.lookup(*ask).status for ask in early} == {RETRY}
+    world.now_s = 0.9
+    assert {world.manager.lookup(*ask).status for ask in early} == {RETRY}
+    world.now_s = 1.0
+    assert {world.manager.lookup(*ask) for ask in early} == {NOTHING}
+    assert world.manager.lookup("late", chain("b", 2)) == NOTHING
+    # Once it answers it is asked again.
+    world.executor.run_all()
+    assert world.manager.lookup("later", chain("b", 2)) == Lookup(RETRY, 0)
+
+
+def test_what_a_probe_has_found_comes_up_while_it_goes_on() -> None:
+    world = World(num_blocks=256, has_tier=True)
+    a, b = chain("a", 3 * BATCH), chain("b", 1)
+    for key in a:
+        world.tier.kept[key] = {0: (key, 0)}
+    world.manager.lookup("first", a)
+    world.manager.lookup("second", b)
+    world.executor.run_all()
+    assert world.manager.lookup("first", a) == Lookup(RETRY, 0)
+    assert len(world.tier.work) == BATCH
+    assert world.manager.lookup("second", b) == NOTHING, "a short question does not wait for a long one to end"
+    world.tier.end_all()
+    assert world.manager.lookup("first", a) == Lookup(RETRY, BATCH)
+    world.executor.run_all()
+    assert world.manager.lookup("first", a) == Lookup(PENDING, BATCH)
+    world.tier.end_all()
+    assert world.manager.lookup("first", a) == Lookup(HIT, 3 * BATCH)
+
+
+def test_a_probe_that_gets_further_is_waited_for_however_long_its_chain_is() -> None:
+    world = World(num_blocks=512, has_tier=True, lookup_deadline_s=1.0)
+    a = chain("a", 4 * BATCH)
+    for key in a:
+        world.tier.kept[key] = {0: (key, 0)}
+    world.manager.lookup("other", chain("b", 4 * BATCH))
+    for _ in range(4):
+        assert world.manager.lookup("first", a).status is RETRY
+        world.now_s += 0.9
+        world.executor.run_all()
+        world.tier.end_all()
+        world.manager.lookup("other", chain("b", 4 * BATCH))
+        world.manager.finish("other")
+        world.manager.lookup("other", chain("b", 4 * BATCH))
+    world.manager.lookup("first", a)
+    world.tier.end_all()
+    assert world.manager.lookup("first", a) == Lookup(HIT, 4 * BATCH)
+
+
+def test_an_answer_that_is_there_is_looked_at_however_long_the_step_was() -> None:
+    world = World(num_blocks=4, has_tier=True, lookup_deadline_s=2.0)
+    a = chain("a", 2)
+    spill(world, a)
+    assert world.manager.lookup("second", a) == Lookup(RETRY, 0)
+    world.executor.run_all()
+    world.now_s = 10.0
+    assert world.manager.lookup("second", a) == Lookup(PENDING, 0)
+    world.tier.end_all()
+    world.now_s = 20.0
     assert world.manager.lookup("second", a) == Lookup(HIT, 2)
 
 
-def test_when_the_tier_below_hangs_few_requests_wait_and_the_others_compute() -> None:
-    world = World(num_blocks=4, has_tier=True)
-    answers = [world.manager.lookup(f"r{i}", chain("a", 2)).status for i in range(20)]
-    assert answers == [RETRY] * 8 + [MISS] * 12
+def test_a_store_by_another_is_waited_for_two_steps_however_long_they_are() -> None:
+    world = World(num_blocks=4, lookup_deadline_s=2.0, lookup_limit_s=1000.0)
+    a = chain("a", 2)
+    world.store("first", a)
+    for now_s in (0.0, 50.0):
+        world.now_s = now_s
+        assert world.manager.lookup("second", a) == Lookup(PENDING, 0)
+    world.copy_all()
+    world.now_s = 100.0
+    assert world.manager.lookup("second", a) == Lookup(HIT, 2)
+
+
+def slow_disk(world: World, request: str, keys: list[bytes], chunk_s: float) -> tuple[Lookup, float]:
+    """Ask every 10 ms while a chunk comes up every `chunk_s`. Returns the answer and when it came."""
+    while True:
+        world.executor.run_all()
+        if world.tier.work and world.now_s >= chunk_s * (1 + len(keys) - len(world.tier.work)):
+            world.tier.end(0)
+        answer = world.manager.lookup(request, keys)
+        if answer.status in (HIT, MISS):
+            return answer, world.now_s
+        world.now_s += 0.01
+
+
+def test_chunks_that_come_one_by_one_are_waited_for_until_the_last() -> None:
+    world = World(num_blocks=64, has_tier=True, lookup_deadline_s=1.0)
+    a = chain("a", 40)
+    for key in a:
+        world.tier.kept[key] = {0: (key, 0)}
+    answer, ended_s = slow_disk(world, "second", a, chunk_s=0.5)
+    assert answer == Lookup(HIT, 40)
+    assert ended_s == pytest.approx(20.0, abs=1.0)
+
+
+def test_nobody_is_told_to_wait_for_longer_than_the_limit_whatever_gets_further() -> None:
+    world = World(num_blocks=64, has_tier=True, lookup_deadline_s=1.0, lookup_limit_s=5.0)
+    a = chain("a", 40)
+    for key in a:
+        world.tier.kept[key] = {0: (key, 0)}
+    answer, ended_s = slow_disk(world, "second", a, chunk_s=0.5)
+    assert answer.status is HIT
+    assert 8 <= answer.num_chunks <= 10
+    assert ended_s == pytest.approx(5.0, abs=0.1)
+    # What it has waited counts after a load too.
+    world.load("second", a[: answer.num_chunks])
+    world.copy_all()
+    assert world.manager.lookup("second", a[answer.num_chunks :]) == NOTHING
+
+
+def test_who_finds_no_room_waits_for_it_as_long_as_for_anything() -> None:
+    world = World(num_blocks=4, has_tier=True, lookup_deadline_s=1.0)
+    a, b = chain("a", 4), chain("b", 2)
+    spill(world, b)
+    world.keep("first", a)
+    assert world.manager.lookup("second", a) == Lookup(HIT, 4)
+    world.manager.lookup("third", b)
+    world.executor.run_all()
+    assert world.manager.lookup("third", b) == Lookup(PENDING, 0)
+    world.now_s = 0.5
+    world.load("second", a)
+    world.copy_all()
+    assert world.manager.lookup("third", b) == Lookup(PENDING, 0)
+    world.tier.end_all()
+    assert world.manager.lookup("third", b) == Lookup(HIT, 2)
+
+
+def test_control_who_finds_no_room_for_too_long_computes() -> None:
+    world = World(num_blocks=4, has_tier=True, lookup_deadline_s=1.0)
+    a, b = chain("a", 4), chain("b", 2)
+    spill(world, b)
+    world.keep("first", a)
+    world.manager.lookup("second", a)
+    world.manager.lookup("third", b)
+    world.executor.run_all()
+    for now_s in (0.0, 0.9):
+        world.now_s = now_s
+        assert world.manager.lookup("third", b) == Lookup(PENDING, 0)
+    world.now_s = 1.0
+    assert world.manager.lookup("third", b) == NOTHING
+
+
+# Before a request runs
+
+
+def look_ahead(world: World, request: str, keys: list[bytes]) -> Lookup:
+    """What it comes to once the tier below has done all that it is asked to."""
+    for _ in range(4):
+        answer = world.manager.lookup(request, keys, ahead=True)
+        world.executor.run_all()
+        world.tier.end_all()
+        world.manager.assert_invariants()
+    return answer
+
+
+def test_what_a_waiting_request_could_use_is_there_when_it_runs() -> None:
+    world = World(num_blocks=8, has_tier=True)
+    a = chain("a", 4)
+    spill(world, a)
+    assert look_ahead(world, "waits", a) == Lookup(HIT, 4)
+    assert world.tier.work == []
+    assert world.manager.lookup("waits", a) == Lookup(HIT, 4)
+    assert world.manager.came_from_below("waits") == set(a)
+
+
+def test_a_waiting_request_holds_nothing_however_long_it_waits() -> None:
+    world = World(num_blocks=8, has_tier=True)
+    w, r = chain("w", 16), chain("r", 8)
+    for key in w + r:
+        world.tier.kept[key] = {0: (key, 0)}
+    assert look_ahead(world, "waits", w) == Lookup(PENDING, 4), "half of the tier, and no more"
+    with pytest.raises(InvariantError, match="promised"):
+        world.manager.prepare_load("waits", 1)
+    assert world.store("stores", chain("s", 8))[0] == 8
+    world.copy_all()
+    world.settle()
+    world.manager.finish("stores")
+    world.now_s = 100.0
+    world.manager.lookup("runs", r)
+    world.executor.run_all()
+    world.manager.lookup("runs", r)
+    world.tier.end_all()
+    assert world.manager.lookup("runs", r) == Lookup(HIT, 8)
+
+
+def test_a_request_that_begins_to_run_gets_what_it_has_lost_while_it_waited() -> None:
+    world = World(num_blocks=8, has_tier=True)
+    a = chain("a", 4)
+    for key in a:
+        world.tier.kept[key] = {0: (key, 0)}
+    assert look_ahead(world, "waits", a) == Lookup(HIT, 4)
+    world.now_s = 100.0
+    world.keep("other", chain("b", 7))
+    assert len(world.manager.cpu) == 8
+    for _ in range(3):
+        answer = world.manager.lookup("waits", a)
+        world.executor.run_all()
+        world.tier.end_all()
+    assert answer == Lookup(HIT, 4)
+
+
+def test_looking_ahead_evicts_nothing_that_a_running_request_wants_or_that_was_brought_ahead() -> None:
+    world = World(num_blocks=6, has_tier=True)
+    mine, a, b = chain("m", 4), chain("a", 4), chain("b", 4)
+    for key in a + b:
+        world.tier.kept[key] = {0: (key, 0)}
+    world.store("runs", mine)
+    world.settle()
+    assert look_ahead(world, "waits", a) == Lookup(PENDING, 2)
+    assert look_ahead(world, "waits too", b) == Lookup(PENDING, 0)
+    assert all(world.manager.cpu.get(key) for key in (*mine, *a[:2]))
+    world.manager.finish("runs")
+    # Now nobody wants it, and half of the tier is three blocks.
+    assert look_ahead(world, "waits", a) == Lookup(PENDING, 3)
+    world.manager.finish("waits")
+    world.manager.assert_invariants()
+    assert look_ahead(world, "waits too", b) == Lookup(PENDING, 3)
+
+
+def test_looking_ahead_leaves_half_of_the_turns_to_those_that_run() -> None:
+    world = World(num_blocks=64, has_tier=True, max_tier_loads=4)
+    a, b = chain("a", 8), chain("b", 8)
+    for key in a + b:
+        world.tier.kept[key] = {0: (key, 0)}
+    world.manager.lookup("waits", a, ahead=True)
+    world.executor.run_all()
+    world.manager.lookup("waits", a, ahead=True)
+    assert len(world.tier.work) == 2
+    world.manager.lookup("runs", b)
+    world.executor.run_all()
+    world.manager.lookup("runs", b)
+    assert len(world.tier.work) == 4
+
+
+# What look-ups cost
+
+
+class Counted(list[bytes]):
+    """Keys that count how often they are read."""
+
+    num_read = 0
+
+    def __getitem__(self, index: object) -> object:  # type: ignore[override]
+        self.num_read += 1
+        return super().__getitem__(index)  # type: ignore[call-overload]
+
+    def __iter__(self) -> Iterator[bytes]:
+        self.num_read += len(self)
+        return super().__iter__()
+
+
+def test_a_look_up_costs_what_is_new_and_not_what_is_known() -> None:
+    world = World(num_blocks=2048, has_tier=True)
+    a = Counted(chain("a", 1024))
+    for key in chain("a", 1024):
+        world.tier.kept[key] = {0: (key, 0)}
+    world.manager.lookup("second", a)
+    world.executor.run_all()
+    assert world.manager.lookup("second", a) == Lookup(PENDING, 0)
+    for num_ready in (0, 1, 513):
+        while len(world.tier.work) > 1024 - num_ready:
+            world.tier.end(0)
+        a.num_read = 0
+        assert world.manager.lookup("second", a) == Lookup(PENDING, num_ready)
+        assert a.num_read == 0
+    world.tier.end(200, well=False)
+    assert world.manager.lookup("second", a) == Lookup(PENDING, 513)
+    world.tier.end_all()
+    assert world.manager.lookup("second", a) == Lookup(HIT, 713)
+
+
+def test_a_shorter_look_up_gives_back_what_it_is_not_about_and_a_longer_one_goes_on() -> None:
+    world = World(num_blocks=4)
+    a = chain("a", 4)
+    world.keep("first", a)
+    assert world.manager.lookup("second", a) == Lookup(HIT, 4)
+    assert world.manager.lookup("second", a, 1) == Lookup(HIT, 1)
+    world.manager.assert_invariants()
+    assert world.store("third", chain("b", 1))[0] == 1
+    assert world.manager.lookup("second", a, 9) == Lookup(HIT, 3)
 
 
 def test_two_requests_wait_for_the_same_chunk_and_it_comes_up_once() -> None:
@@ -579,7 +970,7 @@ def test_the_question_of_a_request_that_is_gone_is_not_asked() -> None:
     assert world.manager.stats.failed_probes == 0
 
 
-def test_a_key_that_is_named_twice_is_claimed_once() -> None:
+def test_a_key_that_is_named_twice_does_no_harm() -> None:
     world = World(num_blocks=2)
     a = chain("a", 1)
     world.keep("first", a)
@@ -601,6 +992,53 @@ def test_closing_waits_for_what_is_under_way_no_longer_than_it_may() -> None:
     world = World(num_blocks=1)
     world.store("first", chain("a", 1))
     assert world.manager.close(0.01) == 1
+
+
+def test_the_prefix_of_a_request_that_ends_is_touched_below_once_all_of_it_was_given_to_the_tier() -> None:
+    world = World(num_blocks=8, has_tier=True, max_tier_writes=1)
+    a = chain("a", 3)
+    world.store("first", a)
+    world.copy_all()
+    world.manager.finish("first")
+    for _ in range(2):
+        assert world.tier.touched == []
+        world.tier.end(0)
+        world.manager.take_events()
+    assert world.tier.touched == [tuple(a)]
+    world.settle()
+    # A hit in the CPU tier is a use of what is below.
+    world.manager.lookup("second", a[:2])
+    world.load("second", a[:2])
+    world.copy_all()
+    world.manager.finish("second")
+    assert world.tier.touched == [tuple(a), tuple(a[:2])]
+
+
+def test_a_tier_that_cannot_be_touched_does_no_harm() -> None:
+    world = World(num_blocks=2, has_tier=True)
+    world.tier.refuses.add("touch")
+    world.keep("first", chain("a", 2))
+    assert "touch refused" in world.manager.stats.last_tier_error
+    assert world.manager.lookup("second", chain("a", 2)) == Lookup(HIT, 2)
+
+
+def test_closing_writes_what_the_tier_below_has_given_up_although_it_kept_older_chunks() -> None:
+    world = World(num_blocks=8, has_tier=True)
+    a = chain("a", 6)
+    world.executor.is_prompt = True
+    for key in a:
+        world.keep("first", [key])
+    for lost in (a[0], a[3], a[5]):
+        del world.tier.kept[lost]
+    assert world.manager.close(0.01) == 2
+    assert [(what, key) for what, key, _, _ in world.tier.work] == [("store", a[3]), ("store", a[5])]
+
+
+def test_closing_does_not_wait_for_a_tier_that_does_not_say_what_it_has() -> None:
+    world = World(num_blocks=2, has_tier=True)
+    world.keep("first", chain("a", 2))
+    assert world.manager.close(0.05) == 0
+    assert world.tier.work == []
 
 
 def test_a_reference_that_nobody_holds_is_found_by_the_invariants() -> None:
@@ -627,7 +1065,8 @@ def test_control_a_block_that_is_reused_under_a_copy_is_seen() -> None:
     assert transfer is not None
     entry = world.manager.cpu.get(a[0])
     assert entry is not None
-    entry.references = 0
+    while entry.references:
+        world.manager.cpu.unpin(entry)
     world.store("third", b)
     world.copy(TransferId(3), 0)
     with pytest.raises(AssertionError, match="read"):

@@ -11,6 +11,7 @@ import pytest
 
 from hisparse.offload.config import OffloadConfig
 from hisparse.offload.files import FileTier
+from hisparse.offload.files.block_file import HEADER_BYTES
 from hisparse.offload.manager import OffloadManager
 from hisparse.offload.messages import Lookup, LookupStatus, OffloadReport, RegionTransfer
 from hisparse.offload.region import SharedRegion, new_region_name
@@ -61,12 +62,12 @@ def until(ask: Callable[[], Lookup], is_it: Callable[[Lookup], bool]) -> Lookup:
 
 
 @contextmanager
-def node(folder: Path, num_blocks: int) -> Iterator[Node]:
+def node(folder: Path, num_blocks: int, capacity: int | str = "8MiB") -> Iterator[Node]:
     config = OffloadConfig.parse(
         {
             "cpu_bytes": num_blocks * ROW_BYTES,
             "lookup_deadline_s": WAIT_S,
-            "files": {"directories": [str(folder / "a"), str(folder / "b")], "capacity_bytes": "8MiB"},
+            "files": {"directories": [str(folder / "a"), str(folder / "b")], "capacity_bytes": capacity},
         }
     )
     assert config.files is not None
@@ -115,3 +116,30 @@ def test_a_damaged_file_ends_the_hit_before_it(tmp_path: Path, damage: str) -> N
     with node(tmp_path, num_blocks=4) as third:
         assert third.lookup("request", KEYS[:4]) == Lookup(LookupStatus.HIT, 4)
         assert third.load("request", KEYS[:4]) == [row_of(key) for key in KEYS[:4]]
+
+
+def test_a_prefix_that_memory_serves_is_the_last_that_files_give_up(tmp_path: Path) -> None:
+    popular, others = [key_of(number) for number in range(100, 104)], [key_of(number) for number in range(200, 240)]
+    with node(tmp_path, num_blocks=64, capacity=2 * 12 * (HEADER_BYTES + ROW_BYTES)) as first:
+        for request, other in enumerate(others):
+            assert first.store(f"{request}", popular) == 4
+            first.manager.finish(f"{request}")
+            if request:
+                assert first.lookup(f"r{request}", popular) == Lookup(LookupStatus.HIT, 4)
+                first.load(f"r{request}", popular)
+            assert first.store(f"r{request}", [other]) == 1
+            first.manager.finish(f"r{request}")
+            settle(first)
+    with node(tmp_path, num_blocks=64) as second:
+        assert second.lookup("request", popular) == Lookup(LookupStatus.HIT, 4)
+        # Control: the files had no room for all, and what was used once has left.
+        assert second.lookup("other", others[:1]) == Lookup(LookupStatus.MISS, 0)
+
+
+def settle(node: Node) -> None:
+    """Have everything written that waits for it."""
+    deadline = time.monotonic() + WAIT_S
+    while any(entry.references or not entry.is_below for entry in node.manager.cpu.entries()):
+        assert time.monotonic() < deadline
+        node.manager.take_events()
+        time.sleep(0.001)

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given, settings
 
 from hisparse.errors import InputError, InvariantError
-from hisparse.offload.policies import MAX_ASKED, POLICIES, ARCPolicy, EvictionPolicy, LRUPolicy, make_policy
+from hisparse.offload.policies import (
+    MAX_ASKED,
+    MAX_PREFERRED,
+    POLICIES,
+    ARCPolicy,
+    EvictionPolicy,
+    LRUPolicy,
+    make_policy,
+)
 from tests.offload.traces import hit_rate, prompts
 
 KEYS = [bytes([number]) for number in range(12)]
@@ -57,6 +65,9 @@ def test_lru_is_a_list_by_last_use(steps: list[tuple[str, bytes]], capacity: int
             if len(naive) == capacity:
                 victim = next((other for other in naive if other not in pinned), None)
                 assert policy.evict(lambda key: key not in pinned) == victim
+                # What stood in its way is in use, and so young.
+                passed = naive[: len(naive) if victim is None else naive.index(victim)]
+                naive = [*naive[len(passed) :], *passed]
                 if victim is None:
                     continue
                 naive.remove(victim)
@@ -64,6 +75,7 @@ def test_lru_is_a_list_by_last_use(steps: list[tuple[str, bytes]], capacity: int
             naive.append(key)
         policy.assert_invariants()
         assert [key for key in KEYS if key in policy] == sorted(naive)
+        assert list(policy) == naive
 
 
 @POLICY
@@ -154,7 +166,38 @@ def test_the_search_for_a_victim_is_bounded(make: Callable[[int], EvictionPolicy
     asked: list[bytes] = []
     assert policy.evict(lambda key: asked.append(key) is not None) is None
     assert asked == keys[:MAX_ASKED]
-    assert policy.evict(lambda key: key == keys[MAX_ASKED - 1]) == keys[MAX_ASKED - 1]
+    asked.clear()
+    assert policy.evict(lambda key: asked.append(key) is not None, max_asked=10) is None
+    assert asked == keys[MAX_ASKED : MAX_ASKED + 10]
+
+
+@POLICY
+def test_keys_that_may_not_go_become_young_in_their_order_so_that_they_are_met_once(
+    make: Callable[[int], EvictionPolicy],
+) -> None:
+    policy = make(6)
+    for key in KEYS[:6]:
+        policy.insert(key)
+    in_use = set(KEYS[:3])
+    assert policy.evict(lambda key: key not in in_use) == KEYS[3]
+    asked: list[bytes] = []
+    assert policy.evict(lambda key: asked.append(key) is None and key not in in_use) == KEYS[4]
+    assert asked == [KEYS[4]]
+    assert list(policy) == [KEYS[5], *KEYS[:3]]
+
+
+@POLICY
+def test_of_the_oldest_the_preferred_goes_first_and_none_that_is_much_younger(
+    make: Callable[[int], EvictionPolicy],
+) -> None:
+    policy = make(3 * MAX_PREFERRED)
+    keys = [number.to_bytes(4, "little") for number in range(3 * MAX_PREFERRED)]
+    for key in keys:
+        policy.insert(key)
+    preferred = {keys[3], keys[MAX_PREFERRED + 1]}
+    assert policy.evict(anything, preferred.__contains__) == keys[3]
+    assert policy.evict(anything, preferred.__contains__) == keys[0]
+    assert list(policy) == [*keys[1:3], *keys[4:]]
 
 
 @POLICY

@@ -10,7 +10,7 @@ from hisparse.protocol import TransferId
 
 def begun(num_workers: int = 2) -> tuple[TransferLog, OpenTransfer, tuple[TransferId, ...]]:
     log = TransferLog(num_workers)
-    transfer = log.begin(TransferKind.STORE, "request", (), due_s=10.0)
+    transfer = log.begin(TransferKind.STORE, "request", ())
     return log, transfer, (transfer.transfer_id,)
 
 
@@ -83,7 +83,17 @@ def test_a_report_after_the_end_names_its_transfer() -> None:
 
 def test_a_transfer_is_overdue_once_and_may_still_end() -> None:
     log, transfer, ids = begun(1)
-    assert log.overdue(9.9) == []
-    assert log.overdue(10.0) == [transfer]
-    assert log.overdue(11.0) == []
+    assert log.overdue() == []
+    for now_s, overdue in ((5.0, []), (14.9, []), (15.0, [transfer]), (16.0, [])):
+        log.hand_out(now_s, now_s + 10.0)
+        assert log.overdue() == overdue
     assert log.acknowledge(OffloadReport(0, enqueued=ids, completed=ids))[-1] == (transfer, TransferOutcome.DONE)
+
+
+def test_a_transfer_that_nobody_was_given_is_not_overdue() -> None:
+    log, _, _ = begun(1)
+    log.hand_out(5.0, 15.0)
+    late = log.begin(TransferKind.LOAD, "request", ())
+    assert late not in log.overdue()
+    log.hand_out(20.0, 30.0)
+    assert late not in log.overdue()

@@ -5,6 +5,7 @@ Pages are the scheduler's unit, chunks of `pages_per_chunk` pages the managers'.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from secrets import token_bytes
 from time import monotonic
 from typing import NamedTuple
@@ -30,10 +31,13 @@ from hisparse.protocol import DeviceBlockId, TransferId
 
 
 class _Reach(NamedTuple):
-    """How far a group's prefix goes, in pages: now, and at most if waiting helps; None when that is not known yet."""
+    """How far a group's prefix goes, in pages: now, and with what is coming as far as that is known. `waits`: whether
+    there may be more than there is now.
+    """
 
     now: int
-    at_most: int | None
+    at_most: int
+    waits: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -53,10 +57,14 @@ class _Ticket:
 class _Matched:
     """A request that was matched and not forgotten. `first_chunk[group]`: where the last look-up began.
 
-    `load`: its open load. `gave_up`: a load of it failed or is overdue; nothing is looked for any more.
+    `keys`: of its pages, as they were given last. `chunk_keys[group]`: those of its chunks from `first_chunk` to the
+    last whole one, made once. `load`: its open load. `gave_up`: a load of it failed or is overdue; nothing is looked
+    for any more.
     """
 
     first_chunk: dict[GroupKind, int] = field(default_factory=dict)
+    keys: Sequence[bytes] = ()
+    chunk_keys: dict[GroupKind, list[bytes]] = field(default_factory=dict)
     load: _Ticket | None = None
     gave_up: bool = False
 
@@ -84,25 +92,27 @@ class OffloadingSource:
 
     # Loading
 
-    def match(self, request_id: str, keys: Sequence[bytes], have: Mapping[GroupKind, int]) -> Match:
+    def match(
+        self, request_id: str, keys: Sequence[bytes], have: Mapping[GroupKind, int], *, ahead: bool = False
+    ) -> Match:
         """See `PrefixSource`. Raises `InvariantError` while the request loads."""
         state = self._requests.setdefault(request_id, _Matched())
         if state.gave_up:
             return Match(min(have.values()), False)
         if state.load is not None:
             raise InvariantError(f"request {request_id} matches while ticket {state.load.ticket} loads for it")
-        # The next group loads no more than those before it come to have; nothing, where that is not known yet.
-        limit: int | None = min([len(keys), *(pages for group, pages in have.items() if group not in self._managers)])
+        if state.keys is not keys:
+            state.keys = keys
+            state.chunk_keys.clear()
+        # The next group loads no more than those before it come to have, as far as that is known.
+        limit = min([len(keys), *(pages for group, pages in have.items() if group not in self._managers)])
         num_pages, is_waiting = len(keys), False
         for group in self.groups:
-            if limit is None:
-                num_pages = min(num_pages, have[group])
-                continue
             num_pages = min(num_pages, limit)
-            reach = self._look_up(request_id, state, group, keys, have[group], limit)
+            reach = self._look_up(request_id, state, group, (have[group], limit), ahead)
             num_pages = min(num_pages, reach.now)
-            is_waiting |= reach.at_most is None or reach.at_most > reach.now
-            limit = None if reach.at_most is None else min(limit, reach.at_most)
+            is_waiting |= reach.waits
+            limit = min(limit, reach.at_most)
         return Match(num_pages, is_waiting)
 
     def begin_load(self, request_id: str, keys: Sequence[bytes], pages: Sequence[GroupPages]) -> TicketId | None:
@@ -123,7 +133,7 @@ class OffloadingSource:
         for part, count in zip(wanted, counts, strict=True):
             manager, first = self._manager(part.group), state.first_chunk[part.group]
             below, chunks = manager.came_from_below(request_id), range(first, first + count)
-            for chunk, key in zip(chunks, self._chunk_keys(keys, chunks), strict=True):
+            for chunk, key in zip(chunks, islice(state.chunk_keys[part.group], count), strict=True):
                 if key in below:
                     from_files.update(self._pages_of(chunk, part))
             transfer = manager.prepare_load(request_id, count)
@@ -177,6 +187,8 @@ class OffloadingSource:
     def reset(self) -> None:
         """See `PrefixSource`. Files that were written before stay where they are, under keys that nobody asks for."""
         self._salt = token_bytes(16)
+        for state in self._requests.values():
+            state.chunk_keys.clear()
         for manager in self._managers.values():
             manager.reset()
 
@@ -191,7 +203,9 @@ class OffloadingSource:
         return len(self._tickets) + sum(event.is_last for event in self._events)
 
     def take_copies(self) -> tuple[RegionCopies, ...]:
-        """What was planned since the last call, for the workers."""
+        """What was planned since the last call, for the workers. Call it once a step: deadlines begin here."""
+        for manager in self._managers.values():
+            manager.hand_out()
         copies = tuple(self._outbox)
         self._outbox.clear()
         return copies
@@ -229,22 +243,24 @@ class OffloadingSource:
     # How it is done
 
     def _look_up(
-        self, request_id: str, state: _Matched, group: GroupKind, keys: Sequence[bytes], have: int, limit: int
+        self, request_id: str, state: _Matched, group: GroupKind, wanted: tuple[int, int], ahead: bool
     ) -> _Reach:
-        size, manager = self.pages_per_chunk, self._managers[group]
-        first = state.first_chunk[group] = have // size
-        chunks = range(first, min(ceil_div(limit, size), len(keys) // size) if have < limit else first)
-        if not chunks and not manager.num_claimed(request_id):
+        """Look for the pages `wanted[0]` … `wanted[1]`-1 of a group."""
+        size, manager, (have, limit) = self.pages_per_chunk, self._managers[group], wanted
+        first = have // size
+        if state.first_chunk.get(group) != first or group not in state.chunk_keys:
+            state.first_chunk[group] = first
+            state.chunk_keys[group] = self._chunk_keys(state.keys, range(first, max(first, len(state.keys) // size)))
+        num_chunks = ceil_div(limit, size) - first if have < limit else 0
+        if num_chunks <= 0 and not manager.num_claimed(request_id):
             return _Reach(have, have)
-        status, num_ready = manager.lookup(request_id, self._chunk_keys(keys, chunks))
+        status, num_ready = manager.lookup(request_id, state.chunk_keys[group], max(0, num_chunks), ahead=ahead)
 
         def pages(num_chunks: int) -> int:
             return max(have, min((first + num_chunks) * size, limit)) if num_chunks else have
 
-        now = pages(num_ready)
-        if status is LookupStatus.RETRY:
-            return _Reach(now, None)
-        return _Reach(now, pages(manager.num_claimed(request_id)) if status is LookupStatus.PENDING else now)
+        waits = status in (LookupStatus.PENDING, LookupStatus.RETRY)
+        return _Reach(pages(num_ready), pages(manager.num_claimed(request_id)), waits)
 
     def _num_chunks(self, request_id: str, state: _Matched, part: GroupPages) -> int:
         """Chunks to load from where the look-up began: the first of them may be of no use any more."""

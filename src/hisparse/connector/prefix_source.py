@@ -76,12 +76,18 @@ class PrefixSource(Protocol):
     pages_per_chunk: int
     """Pages that are kept and found together. What is offered begins and ends with a chunk."""
 
-    def match(self, request_id: str, keys: Sequence[bytes], have: Mapping[GroupKind, int]) -> Match:
+    def match(
+        self, request_id: str, keys: Sequence[bytes], have: Mapping[GroupKind, int], *, ahead: bool = False
+    ) -> Match:
         """How long a prefix of the prompt with page keys `keys` every group can have.
 
         `have[group]` are the pages that the scheduler holds itself; only what follows them is looked for, and of a
         group that this source does not keep nothing is. The first pages of a READY answer stay loadable until the
-        request loads, asks again or is forgotten.
+        request loads, asks again or is forgotten. A request that is told to wait asks again in the next step; best with
+        the same `keys` object, which nobody changes.
+
+        `ahead`: the request does not run yet. What it could use is brought nearer as far as that takes nothing from
+        requests that run. Nothing is promised and nothing held for it.
         """
 
     def begin_load(self, request_id: str, keys: Sequence[bytes], pages: Sequence[GroupPages]) -> TicketId | None:

@@ -35,10 +35,12 @@ NUM_LOOKED_AHEAD = 4
 @dataclass(slots=True, eq=False)
 class _Asking:
     """What a request that may get pages from below was told. `have`: leading pages of rows and of index keys that were
-    at hand when it asked; `waits`: whether it was told to ask again; `ticket`: of the load under way for it.
+    at hand when it asked; `ahead`: whether that was before it ran; `waits`: whether it was told to ask again; `ticket`:
+    of the load under way for it.
     """
 
     have: tuple[int, int]
+    ahead: bool = False
     waits: bool = False
     ticket: TicketId | None = None
 
@@ -73,14 +75,14 @@ class PrefixLoads:
     # Pages that come up.
 
     def look_ahead(self, waiting: Iterable[Request]) -> None:
-        """Have the source look for what the first waiting requests could use."""
+        """Have the source look for what the first waiting requests could use. Nothing is held for them."""
         for request in islice(waiting, NUM_LOOKED_AHEAD):
             asking = self._asking.get(request.request_id)
             if request.asks_tiers and (asking is None or asking.waits):
                 if request.prefix_keys is None:
                     request.prefix_keys = self._coordinator.prefix_keys(request.tokens)
                 if asking is None:
-                    asking = self._asking[request.request_id] = _Asking(self._have(request))
+                    asking = self._asking[request.request_id] = _Asking(self._have(request), ahead=True)
                 asking.waits = self._match(request, asking).wait
 
     def enter(self, request: Request, hit: PrefixHit) -> None:
@@ -95,7 +97,8 @@ class PrefixLoads:
         what is missing. None: the request computes from where it is.
         """
         asking = self._asking.get(request.request_id)
-        if asking is None:
+        if asking is None or asking.ahead:
+            # What it was told before it ran was no promise, and its hit may have been cut short since.
             asking = self._asking[request.request_id] = _Asking((0, 0))
         if asking.ticket is not None:
             return GRANTED
@@ -124,7 +127,7 @@ class PrefixLoads:
     def _match(self, request: Request, asking: _Asking) -> Match:
         resident, indexed = asking.have
         have = {GroupKind.RESIDENT: resident, GroupKind.INDEXER: indexed}
-        return self.source.match(request.request_id, _keys(request), have)
+        return self.source.match(request.request_id, _keys(request), have, ahead=asking.ahead)
 
     def _take_local(self, request: Request, asking: _Asking) -> Admission | None:
         """Give the request the next pages that all groups have by now. Returns what is missing for that, if anything.
@@ -292,7 +295,7 @@ class PrefixLoads:
         for ticket, pin in self._stores.items():
             if ticket in self._overdue:
                 continue
-            if slab and any(kv.slab.leases(block) == 1 for block in pin.slab):
+            if slab and any(kv.slab.num_kept(block) == 1 for block in pin.slab):
                 return True
             if indexer and any(kv.index_pool.leases(block) == 1 for block in pin.indexer):
                 return True

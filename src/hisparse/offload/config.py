@@ -18,9 +18,11 @@ from hisparse.offload.policies import POLICIES
 class FileOptions:
     """The file tier below the CPU tier.
 
-    `directories`: where files are striped by hash. `capacity_bytes`: of all files together. `threads`: of the I/O
-    pool. `deadline_s`: after this an I/O counts as failed. `fsync`: whether a file is on disk before it has its
-    name. `direct_io`: whether to bypass the page cache where the file system can.
+    `directories`: where files are striped by hash. `capacity_bytes`: of all files together, whoever wrote them. Where
+    there are more already, a file that is stored makes room for two until they fit, and never for more; where the disk
+    holds less, that counts. `threads`: of the I/O pool. `deadline_s`: after this an I/O counts as failed. `fsync`:
+    whether a file is on disk before it has its name. `direct_io`: whether to bypass the page cache where the file
+    system can.
     """
 
     directories: tuple[Path, ...]
@@ -45,10 +47,12 @@ class OffloadConfig:
     parallelism, so that any topology reads them; otherwise every worker has a slot of its own in each row.
     `blocks_per_chunk`: device blocks that are stored, found and evicted together. `policy`: what goes first, a name
     of `hisparse.offload.policies.POLICIES`. `max_stores`: chunks on their way from the device at once; what comes on
-    top is not stored. `max_tier_writes`: chunks on their way to the tier below at once; what comes on top stays in
-    the CPU tier alone. `max_tier_loads`: chunks on their way up from there at once; what comes on top is not hit.
-    `lookup_deadline_s`: for how long a request may be told to ask again, all in all.
-    `transfer_deadline_s`: after this a copy that some worker has not finished counts as failed.
+    top is not stored. `max_tier_writes`: chunks on their way to the tier below at once; what comes on top waits in
+    the CPU tier for its turn. `max_tier_loads`: chunks on their way up from there at once; what comes on top waits.
+    `lookup_deadline_s`: for how long a request is told to ask again while nothing that it waits for gets any further.
+    `lookup_limit_s`: for how long it is told so all in all; no shorter than `lookup_deadline_s`.
+    `transfer_deadline_s`: after this a copy that some worker has not finished counts as failed. It begins when the
+    copy is handed to the workers.
     `files`: the tier below, or None.
     """
 
@@ -57,9 +61,10 @@ class OffloadConfig:
     blocks_per_chunk: int = 1
     policy: str = "arc"
     max_stores: int = 256
-    max_tier_writes: int = 64
+    max_tier_writes: int = 512
     max_tier_loads: int = 1024
     lookup_deadline_s: float = 2.0
+    lookup_limit_s: float = 30.0
     transfer_deadline_s: float = 30.0
     files: FileOptions | None = None
 
@@ -146,6 +151,7 @@ _PARSERS: dict[str, Parser] = {
     "max_tier_writes": _count,
     "max_tier_loads": _count,
     "lookup_deadline_s": _seconds,
+    "lookup_limit_s": _seconds,
     "transfer_deadline_s": _seconds,
     "files": _files,
 }

@@ -4,8 +4,8 @@ No call waits: not for workers, not for a disk. Whatever goes wrong, at any step
 ask again for a bounded time, has at most one load fail, and then computes.
 
 The order of calls for one request: `lookup` until it says HIT or MISS; after a HIT `prepare_load`, whose transfer
-every worker carries out; `prepare_store` as chunks are computed; `finish`. `report` takes what workers saw,
-`take_events` gives what came of it. One thread makes all calls.
+every worker carries out; `prepare_store` as chunks are computed; `finish`. `hand_out` says that the workers are given
+what was begun, `report` takes what they saw, `take_events` gives what came of it. One thread makes all calls.
 """
 
 import time
@@ -16,6 +16,7 @@ from itertools import islice
 from hisparse.errors import InvariantError
 from hisparse.offload.config import OffloadConfig
 from hisparse.offload.cpu_tier import CpuTier, Entry, EntryState
+from hisparse.offload.lookups import Lookups
 from hisparse.offload.messages import (
     ChunkCopy,
     Lookup,
@@ -28,7 +29,7 @@ from hisparse.offload.messages import (
     TransferOutcome,
 )
 from hisparse.offload.policies import make_policy
-from hisparse.offload.request_state import RequestState
+from hisparse.offload.request_state import RequestState, Search
 from hisparse.offload.stats import OffloadStats
 from hisparse.offload.tier import Below
 from hisparse.offload.tier_traffic import TierTraffic
@@ -41,7 +42,8 @@ OWN_TAIL = 16
 class OffloadManager:
     """Keeps the books of one node's CPU region of `num_blocks` chunks, which `num_workers` workers fill and read.
 
-    `below` is the tier under it, if any: stored chunks are written through to it, and lookups bring them back.
+    `below` is the tier under it, if any: stored chunks are written through to it as fast as it takes them, and lookups
+    bring them back.
     """
 
     def __init__(
@@ -59,7 +61,8 @@ class OffloadManager:
         self.cpu = CpuTier(num_blocks, make_policy(config.policy, num_blocks))
         self._below = below
         self._clock = clock
-        self._traffic = None if below is None else TierTraffic(self.cpu, below, config, self.stats)
+        self._traffic = None if below is None else TierTraffic(self.cpu, below, config, self.stats, clock)
+        self._lookups = Lookups(self.cpu, self._traffic, config, self.stats, clock, self._is_wanted)
         self._log = TransferLog(num_workers, last_transfer_id)
         self._requests: dict[str, RequestState] = {}
         self._events: list[TransferEvent] = []
@@ -68,51 +71,48 @@ class OffloadManager:
 
     # Loading
 
-    def lookup(self, request: str, keys: Sequence[bytes]) -> Lookup:
-        """How much of the chain `keys` can be loaded, from its first chunk on.
+    def lookup(self, request: str, keys: Sequence[bytes], limit: int | None = None, *, ahead: bool = False) -> Lookup:
+        """How much of the chain `keys`, or of its first `limit` chunks, can be loaded, from its first chunk on.
 
-        A HIT stays true until the request loads, asks again or is finished. PENDING and RETRY come for
-        `lookup_deadline_s` at most, after the request's first lookup and after each load that succeeded: a prefix
-        larger than the CPU tier comes up in pieces. Raises `InvariantError` while a load is open.
+        A HIT stays true until the request loads, asks again or is finished. PENDING and RETRY come while what it waits
+        for gets further, or others get further in whose line it stands: for `lookup_deadline_s` without that, and for
+        `lookup_limit_s` all in all. After a load that succeeded it may ask for more: a prefix larger than the CPU tier
+        comes up in pieces. Raises `InvariantError` while a load is open.
+
+        The next look-up with the same keys costs what has happened since. Best it is given the same object, which
+        nobody changes.
+
+        `ahead`: the request does not run yet. What it could use is brought up as far as that takes nothing from those
+        that run, and no more than half of the tier; nothing is held for it and nothing promised. Its first look-up
+        without `ahead` begins its time.
         """
         state = self._requests.setdefault(request, RequestState())
         if state.load is not None:
             raise InvariantError(f"request {request} looks up while transfer {state.load.transfer_id} loads for it")
         if state.gave_up:
-            state.claim(self.cpu, ())
+            state.search.cut(self.cpu, 0)
             return Lookup(LookupStatus.MISS, 0)
         if self._traffic is not None:
             self._traffic.collect()
-        now_s = self._clock()
-        if state.patience_s is None:
-            state.patience_s = now_s + self.config.lookup_deadline_s
-        ready = self.cpu.num_ready(keys)
-        is_late = now_s >= state.patience_s
-        status = self._wait_for(state, keys, ready, now_s) if ready < len(keys) and not is_late else None
-        self.stats.late_lookups += state.is_waiting and is_late
-        state.is_waiting = status is not None
-        if status is not None:
-            state.claim(self.cpu, self.cpu.present(keys))
-            return Lookup(status, ready)
-        state.claim(self.cpu, islice(self.cpu.present(keys), ready))
-        return Lookup(LookupStatus.HIT if ready else LookupStatus.MISS, ready)
+        limit = len(keys) if limit is None else min(limit, len(keys))
+        return self._lookups.look(state.search, keys, limit, ahead=ahead)
 
     def num_claimed(self, request: str) -> int:
         """How many chunks the last lookup found in the CPU tier or on their way into it: what waiting may come to."""
         state = self._requests.get(request)
-        return len(state.claims) if state is not None else 0
+        return len(state.search.run) if state is not None else 0
 
     def is_loadable(self, request: str, num_chunks: int) -> bool:
         """Whether `prepare_load` of so many chunks would begin a transfer now."""
         state = self._requests.get(request)
-        if state is None or state.load is not None or num_chunks > len(state.claims):
+        if state is None or state.load is not None or num_chunks > _num_promised(state.search):
             return False
-        return all(entry.state is EntryState.READY for entry in islice(state.claims.values(), num_chunks))
+        return all(entry.state is EntryState.READY for entry in islice(state.search.run, num_chunks))
 
     def came_from_below(self, request: str) -> Set[bytes]:
         """The chunks that this request waited for while they came up from the tier below, whoever asked for them."""
         state = self._requests.get(request)
-        return state.awaited if state is not None else frozenset()
+        return state.search.awaited if state is not None else frozenset()
 
     def prepare_load(self, request: str, num_chunks: int) -> RegionTransfer | None:
         """Begin to load the first `num_chunks` that the last lookup gave, and give back the rest of them.
@@ -120,18 +120,20 @@ class OffloadManager:
         None when a chunk was withdrawn since: look up again. Raises `InvariantError` for more than the lookup gave.
         """
         state = self._requests.get(request)
-        if state is None or state.load is not None or not 0 < num_chunks <= len(state.claims):
+        if state is None or state.load is not None or not 0 < num_chunks <= _num_promised(state.search):
             raise InvariantError(f"request {request} loads {num_chunks} chunks that no lookup has promised")
-        entries = tuple(islice(state.claims.values(), num_chunks))
+        search = state.search
+        entries = tuple(search.run[:num_chunks])
         states = {entry.state for entry in entries}
         if EntryState.COMING in states:
             raise InvariantError(f"request {request} loads chunks that are still coming")
-        if EntryState.WITHDRAWN in states:
-            state.claim(self.cpu, ())
+        is_withdrawn = EntryState.WITHDRAWN in states
+        if not is_withdrawn:
+            for entry in entries:
+                self.cpu.pin(entry)
+        search.start(self.cpu, (), 0, ahead=False)
+        if is_withdrawn:
             return None
-        for entry in entries:
-            self.cpu.pin(entry)
-        state.claim(self.cpu, ())
         # From the last to the first: of one prefix the end goes before the beginning.
         for entry in reversed(entries):
             self.cpu.policy.use(entry.key)
@@ -152,7 +154,6 @@ class OffloadManager:
         state = self._requests.setdefault(request, RequestState())
         if self._traffic is not None:
             self._traffic.collect()
-        due_s = self._clock() + self.config.transfer_deadline_s
         entries: list[Entry] = []
         positions: list[int] = []
         accepted = 0
@@ -160,7 +161,7 @@ class OffloadManager:
             if self.cpu.get(key) is None:
                 if self._num_storing + len(entries) >= self.config.max_stores:
                     break
-                entry = self._reserve(state, key, due_s)
+                entry = self._reserve(state, key, keys)
                 if entry is None:
                     break
                 entries.append(entry)
@@ -185,10 +186,14 @@ class OffloadManager:
             self._tell(transfer, outcome)
 
     def take_events(self) -> tuple[TransferEvent, ...]:
-        """What has happened to transfers since the last call. Call it every step: it is what notices overdue ones."""
+        """What has happened to transfers since the last call. Call it every step: it is what notices overdue ones.
+
+        Overdue is what was due when `hand_out` was last called, and still is not over: whoever had something to say
+        of it had a step's time for that. Between two steps no time passes.
+        """
         if self._traffic is not None:
             self._traffic.collect()
-        for transfer in self._log.overdue(self._clock()):
+        for transfer in self._log.overdue():
             # The blocks stay theirs until every worker is done with them; nobody finds the chunks any more.
             self.stats.overdue_transfers += 1
             for entry in transfer.entries:
@@ -199,15 +204,23 @@ class OffloadManager:
         self._events.clear()
         return events
 
+    def hand_out(self) -> None:
+        """The workers are given what was begun since the last call: call it once a step. Deadlines begin here."""
+        now_s = self._clock()
+        self._log.hand_out(now_s, now_s + self.config.transfer_deadline_s)
+
     def finish(self, request: str) -> None:
-        """Forget a request that ended or was preempted. Its open transfers go on; unknown requests are none."""
+        """Forget a request that ended or was preempted. Its open transfers go on; unknown requests are none.
+
+        What it has used of its prompt becomes young here and in the tier below, the beginning youngest.
+        """
         state = self._requests.pop(request, None)
         if state is None:
             return
-        if state.probe is not None:
-            state.probe.cancel()
-        state.claim(self.cpu, ())
+        state.search.finish(self.cpu)
         self.cpu.policy.refresh(reversed(state.chain))
+        if self._traffic is not None:
+            self._traffic.touch(tuple(state.chain))
         for transfer in state.transfers:
             transfer.request = None
 
@@ -232,71 +245,25 @@ class OffloadManager:
 
     # How it is done
 
-    def _wait_for(self, state: RequestState, keys: Sequence[bytes], ready: int, now_s: float) -> LookupStatus | None:
-        """What more than the ready chunks is worth waiting for; None when nothing is."""
-        if self._traffic is not None:
-            if state.probe is None:
-                self._ask(self._traffic, state, keys[ready:])
-            if state.probe is not None:
-                if not state.probe.done():
-                    return LookupStatus.RETRY
-                state.found.update(state.probing[: self._traffic.found(state.probe)])
-                state.probe, state.may_promote = None, True
-            # Once an answer and once a load: a request that was told to go on is not made to wait again.
-            if state.may_promote and state.found:
-                state.may_promote = False
-                self._promote(self._traffic, state, keys, now_s)
-        first = self.cpu.get(keys[ready])
-        if first is None or now_s >= first.due_s:
-            return None
-        coming = (entry for entry in self.cpu.present(keys) if entry.state is EntryState.COMING)
-        state.awaited.update(entry.key for entry in coming if entry.came_from_below)
-        return LookupStatus.PENDING
+    def _is_wanted(self, key: bytes) -> bool:
+        """Whether a request that runs has loaded or stored a chunk."""
+        return any(key in state.chain for state in self._requests.values())
 
-    def _ask(self, traffic: TierTraffic, state: RequestState, keys: Sequence[bytes]) -> None:
-        """Ask the tier below about absent chunks: about each once, and about what was evicted since after a load."""
-        new = [key for key in keys if key not in state.seen]
-        state.seen.update(new)
-        absent = tuple(key for key in new if key not in state.asked and self.cpu.get(key) is None)
-        if absent:
-            state.asked.update(absent)
-            state.probing, state.probe = absent, traffic.probe(absent)
-
-    def _promote(self, traffic: TierTraffic, state: RequestState, keys: Sequence[bytes], now_s: float) -> None:
-        """Bring the chunks that the tier below has into the CPU tier, as many as fit now: each once for a request."""
-        chain, passed = set(keys), set[bytes]()
-        due_s = now_s + self.config.lookup_deadline_s
-        for key in keys:
-            passed.add(key)
-            if self.cpu.get(key) is not None:
-                continue
-            if key not in state.found or not traffic.can_load():
-                return
-            entry = self.cpu.reserve(key, due_s, lambda entry: entry.key not in chain)
-            if entry is None:
-                # What comes later in the prompt is of no use before this.
-                entry = self.cpu.reserve(key, due_s, lambda entry: entry.key not in passed)
-            if entry is None:
-                return
-            state.found.discard(key)
-            entry.came_from_below = True
-            # A tier that refuses at once costs no more than one chunk its place.
-            if not traffic.load(entry):
-                return
-
-    def _reserve(self, state: RequestState, key: bytes, due_s: float) -> Entry | None:
-        entry = self.cpu.reserve(key, due_s, lambda entry: entry.key not in state.chain)
+    def _reserve(self, state: RequestState, key: bytes, offered: Sequence[bytes]) -> Entry | None:
+        entry = self.cpu.reserve(key, lambda entry: entry.key not in state.chain)
         if entry is None and self._traffic is not None:
             for own in islice(reversed(state.chain), OWN_TAIL):
                 tail = self.cpu.get(own)
-                if tail is not None and tail.state is EntryState.READY and tail.is_below and not tail.references:
+                if tail is None or tail.state is not EntryState.READY or tail.references:
+                    continue
+                # What was accepted a moment ago stays.
+                if tail.is_below and own not in offered:
                     self.cpu.evict(tail)
-                    return self.cpu.reserve(key, due_s, lambda entry: False)
+                    return self.cpu.reserve(key, lambda entry: False)
         return entry
 
     def _begin(self, kind: TransferKind, request: str, state: RequestState, entries: tuple[Entry, ...]) -> OpenTransfer:
-        due_s = self._clock() + self.config.transfer_deadline_s
-        transfer = self._log.begin(kind, request, entries, due_s)
+        transfer = self._log.begin(kind, request, entries)
         state.transfers.add(transfer)
         return transfer
 
@@ -324,9 +291,8 @@ class OffloadManager:
         if state is not None:
             state.transfers.discard(transfer)
             if state.load is transfer:
-                state.load, state.may_promote = None, True
-                state.seen.clear()
-                state.patience_s = None if succeeded else state.patience_s
+                state.load = None
+                state.search.progress_s, state.search.is_waiting = None, False
 
     def _write_through(self, transfer: OpenTransfer) -> None:
         """Keep its chunks below too. After a load as well, so that what was once dropped there gets there with use."""
@@ -336,15 +302,24 @@ class OffloadManager:
                     self._traffic.write(entry)
 
     def _flush(self, traffic: TierTraffic, until_s: float) -> None:
-        """Write what was kept from the tier below by its limits. What it refuses once is left."""
-        ready = [entry for entry in self.cpu.entries() if entry.state is EntryState.READY and not entry.is_below]
-        for entry in ready:
+        """Write what the tier below lacks: what waits for its turn, then what it gave up while it kept what is older.
+
+        What it refuses once is left.
+        """
+        traffic.stop_writing()
+        order = [entry for key in self.cpu.policy if (entry := self.cpu.get(key)) is not None]
+        written = [entry for entry in order if entry.is_below]
+        self._write_all(traffic, [entry for entry in order if not entry.is_below], until_s)
+        self._write_all(traffic, traffic.find_lost(written, until_s - time.monotonic()), until_s)
+
+    def _write_all(self, traffic: TierTraffic, entries: Sequence[Entry], until_s: float) -> None:
+        for entry in entries:
             while not traffic.can_write() and traffic.wait_for_one(until_s - time.monotonic()):
                 pass
             if time.monotonic() >= until_s:
                 return
             if entry.state is EntryState.READY:
-                traffic.write(entry)
+                traffic.write_now(entry)
 
     def _give_up_load(self, transfer: OpenTransfer) -> None:
         """The request of a load that failed or is overdue computes from now on."""
@@ -373,7 +348,7 @@ class OffloadManager:
         self.cpu.assert_invariants()
         held: Counter[Entry] = Counter()
         for state in self._requests.values():
-            held.update(state.claims.values())
+            held.update(() if state.search.ahead else state.search.run)
         for transfer in self._log:
             held.update(transfer.entries)
         if self._traffic is not None:
@@ -385,9 +360,15 @@ class OffloadManager:
                 )
         if held:
             raise InvariantError(f"{len(held)} chunks are held that have no block")
+        if self._traffic is not None and any(entry.state is not EntryState.READY for entry in self._traffic.dirty()):
+            raise InvariantError("a chunk that is not ready waits to be written below")
         storing = sum(len(transfer.entries) for transfer in self._log if transfer.kind is TransferKind.STORE)
         if storing != self._num_storing:
             raise InvariantError(f"{storing} chunks are being stored, {self._num_storing} were counted")
+
+
+def _num_promised(search: Search) -> int:
+    return 0 if search.ahead else len(search.run)
 
 
 def _to_workers(transfer: OpenTransfer, positions: Sequence[int]) -> RegionTransfer:

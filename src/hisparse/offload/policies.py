@@ -10,11 +10,22 @@ caches see the same chunk many times in one request and that is still one use:
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Protocol
 
 from hisparse.errors import InputError, InvariantError
+
+MAX_ASKED = 4096
+"""Keys of one queue that a search for a victim looks at. What stands in the way at its old end is in use right now."""
+MAX_PREFERRED = 64
+"""Keys that may go and are passed over in search of one that costs less to lose: no further, or age would not count."""
+
+MayGo = Callable[[bytes], bool]
+"""Says of a held key whether it may be the victim."""
+
+Queue = OrderedDict[bytes, None]
+"""Keys from the oldest to the youngest."""
 
 
 class EvictionPolicy(Protocol):
@@ -26,6 +37,10 @@ class EvictionPolicy(Protocol):
 
     def __contains__(self, key: bytes) -> bool:
         """Whether `key` is held."""
+        ...
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The held keys, roughly in the order in which they would go."""
         ...
 
     def insert(self, key: bytes) -> None:
@@ -40,10 +55,12 @@ class EvictionPolicy(Protocol):
         """Make the held ones of `keys` young, the last the youngest, without counting a use."""
         ...
 
-    def evict(self, may_go: Callable[[bytes], bool]) -> bytes | None:
+    def evict(self, may_go: MayGo, prefers: MayGo | None = None, max_asked: int = MAX_ASKED) -> bytes | None:
         """Choose a held key for which `may_go` is true and stop holding it; None when there is none.
 
-        May give up once `may_go` was false for `MAX_ASKED` keys: a scheduler that waits costs more than a chunk.
+        May give up once `may_go` was false for `max_asked` keys: a scheduler that waits costs more than a chunk. Keys
+        that may not go are in use: they become young, so that the next search does not meet them again. Of the
+        `MAX_PREFERRED` oldest that may go, one for which `prefers` is true goes before the others.
         """
         ...
 
@@ -54,13 +71,6 @@ class EvictionPolicy(Protocol):
     def assert_invariants(self) -> None:
         """Raises `InvariantError` when the policy contradicts itself."""
         ...
-
-
-MAX_ASKED = 1024
-"""Keys of one queue that a search for a victim looks at. What stands in the way at its old end is in use right now."""
-
-Queue = OrderedDict[bytes, None]
-"""Keys from the oldest to the youngest."""
 
 
 class LRUPolicy:
@@ -76,6 +86,9 @@ class LRUPolicy:
     def __contains__(self, key: bytes) -> bool:
         return key in self._queue
 
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._queue)
+
     def insert(self, key: bytes) -> None:
         _must_be_new(self, key)
         self._queue[key] = None
@@ -88,8 +101,8 @@ class LRUPolicy:
             if key in self._queue:
                 self._queue.move_to_end(key)
 
-    def evict(self, may_go: Callable[[bytes], bool]) -> bytes | None:
-        return _pop_oldest(self._queue, may_go)
+    def evict(self, may_go: MayGo, prefers: MayGo | None = None, max_asked: int = MAX_ASKED) -> bytes | None:
+        return _pop_oldest(self._queue, may_go, prefers, max_asked)
 
     def discard(self, key: bytes) -> None:
         self._queue.pop(key, None)
@@ -125,6 +138,9 @@ class ARCPolicy:
     def __contains__(self, key: bytes) -> bool:
         return key in self._once or key in self._again
 
+    def __iter__(self) -> Iterator[bytes]:
+        return chain(self._once, self._again)
+
     def insert(self, key: bytes) -> None:
         _must_be_new(self, key)
         if key in self._left_once:
@@ -154,11 +170,11 @@ class ARCPolicy:
                 if key in queue:
                     queue.move_to_end(key)
 
-    def evict(self, may_go: Callable[[bytes], bool]) -> bytes | None:
+    def evict(self, may_go: MayGo, prefers: MayGo | None = None, max_asked: int = MAX_ASKED) -> bytes | None:
         once_first = len(self._once) > self.target or not self._again
         pairs = [(self._once, self._left_once), (self._again, self._left_again)]
         for queue, left in pairs if once_first else reversed(pairs):
-            key = _pop_oldest(queue, may_go)
+            key = _pop_oldest(queue, may_go, prefers, max_asked)
             if key is not None:
                 left[key] = None
                 self._forget()
@@ -200,12 +216,29 @@ def make_policy(name: str, capacity: int) -> EvictionPolicy:
         raise InputError(f"there is no eviction policy {name!r}: take one of {', '.join(sorted(POLICIES))}") from None
 
 
-def _pop_oldest(queue: Queue, may_go: Callable[[bytes], bool]) -> bytes | None:
-    for key in islice(queue, MAX_ASKED):
-        if may_go(key):
-            del queue[key]
-            return key
-    return None
+def _pop_oldest(queue: Queue, may_go: MayGo, prefers: MayGo | None, max_asked: int) -> bytes | None:
+    in_use: list[bytes] = []
+    victim: bytes | None = None
+    num_passed = 0
+    for key in queue:
+        if not may_go(key):
+            in_use.append(key)
+            if len(in_use) == max_asked:
+                break
+            continue
+        if prefers is None or prefers(key):
+            victim = key
+            break
+        if victim is None:
+            victim = key
+        num_passed += 1
+        if num_passed == MAX_PREFERRED:
+            break
+    for key in in_use:
+        queue.move_to_end(key)
+    if victim is not None:
+        del queue[victim]
+    return victim
 
 
 def _must_be_new(policy: EvictionPolicy, key: bytes) -> None:

@@ -1,6 +1,6 @@
 """What the CPU tier asks of a tier below it, such as files. The manager knows tiers through this protocol alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,6 +28,13 @@ class Tier(Protocol):
 
     def load(self, key: bytes, buffer: Buffer) -> "Future[bool]":
         """Fill `buffer` with what is kept under `key`. False is a miss, and then the buffer's bytes mean nothing."""
+        ...
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that a prefix was used, and give up others first; of this one its end, since the beginning is in more.
+
+        Returns at once. Keys under which nothing is kept are ignored.
+        """
         ...
 
     def close(self, deadline: float) -> object:

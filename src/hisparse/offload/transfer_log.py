@@ -17,15 +17,15 @@ from hisparse.protocol import TransferId
 class OpenTransfer:
     """A transfer on its way. It holds one reference to each of its entries.
 
-    `request` becomes None when the request is finished. `is_overdue` once the manager has given it up.
-    The sets hold the workers that reported.
+    `request` becomes None when the request is finished. `due_s` is None until the workers are given it. `is_overdue`
+    once the manager has given it up. The sets hold the workers that reported.
     """
 
     transfer_id: TransferId
     kind: TransferKind
     request: str | None
     entries: tuple[Entry, ...]
-    due_s: float
+    due_s: float | None = None
     is_overdue: bool = False
     enqueued_by: set[int] = field(default_factory=set)
     over_for: set[int] = field(default_factory=set)
@@ -38,6 +38,9 @@ class TransferLog:
     def __init__(self, num_workers: int, last_id: int = 0) -> None:
         self.num_workers = num_workers
         self._open: dict[TransferId, OpenTransfer] = {}
+        self._begun: list[OpenTransfer] = []
+        """Those that the workers were not given yet."""
+        self._handed_out_s = float("-inf")
         self.last_id = last_id
 
     def __len__(self) -> int:
@@ -46,12 +49,20 @@ class TransferLog:
     def __iter__(self) -> Iterator[OpenTransfer]:
         return iter(self._open.values())
 
-    def begin(self, kind: TransferKind, request: str, entries: tuple[Entry, ...], due_s: float) -> OpenTransfer:
+    def begin(self, kind: TransferKind, request: str, entries: tuple[Entry, ...]) -> OpenTransfer:
         """Open a transfer under an id that was never used before."""
         self.last_id += 1
-        transfer = OpenTransfer(TransferId(self.last_id), kind, request, entries, due_s)
+        transfer = OpenTransfer(TransferId(self.last_id), kind, request, entries)
         self._open[transfer.transfer_id] = transfer
+        self._begun.append(transfer)
         return transfer
+
+    def hand_out(self, now_s: float, due_s: float) -> None:
+        """The workers are given all that was begun since the last call, and have until `due_s` for it."""
+        self._handed_out_s = now_s
+        for transfer in self._begun:
+            transfer.due_s = due_s
+        self._begun.clear()
 
     def acknowledge(self, report: OffloadReport) -> list[tuple[OpenTransfer, TransferOutcome]]:
         """Take one worker's report; returns what has now happened over all workers, in the order of the report.
@@ -76,9 +87,9 @@ class TransferLog:
                 happened.append((transfer, TransferOutcome.FAILED if transfer.failed_by else TransferOutcome.DONE))
         return happened
 
-    def overdue(self, now_s: float) -> list[OpenTransfer]:
-        """Transfers that have just missed their time. Each is returned once."""
-        late = [transfer for transfer in self if transfer.due_s <= now_s and not transfer.is_overdue]
+    def overdue(self) -> list[OpenTransfer]:
+        """Transfers that were due when the last ones were handed out and are not over. Each is returned once."""
+        late = [t for t in self if t.due_s is not None and t.due_s <= self._handed_out_s and not t.is_overdue]
         for transfer in late:
             transfer.is_overdue = True
         return late
