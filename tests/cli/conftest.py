@@ -1,5 +1,6 @@
 """An engine without a model: it answers every request with the bytes of "ok", and can be told to misbehave."""
 
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import Any, Self
 
 import pytest
 
+from hisparse.cli import interrupts
 from hisparse.config import ModelGeometry
 from hisparse.geometry import RowFormat
 
@@ -68,7 +70,9 @@ class FakeBackend:
     def load_model(self, name: str, dtype: str, device: str) -> SimpleNamespace:
         self.loaded.append((name, dtype, device))
         return SimpleNamespace(
-            geometry_for=self.geometry_for, tokenizer=SimpleNamespace(encode=lambda text: list(text.encode()))
+            geometry_for=self.geometry_for,
+            tokenizer=SimpleNamespace(encode=lambda text: list(text.encode())),
+            max_tokens=16384,
         )
 
     def geometry_for(self, kv_dtype: str) -> ModelGeometry:
@@ -137,6 +141,17 @@ class FakeEngine:
         return SimpleNamespace(
             kv=KV(), rows=Rows(), moved=Moved(), reused=Reused(), spills=28, restores=1, preemptions=2
         )
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """What a test has signals do ends with it."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    usual = [signal.getsignal(number) for number in numbers]
+    yield
+    interrupts.heed_endings()
+    for number, handler in zip(numbers, usual, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -78,6 +78,17 @@ def test_ctrl_c_twice_leaves() -> None:
         assert errors == b"hisparse: interrupted\n"
 
 
+def test_a_chat_that_is_told_to_end_shows_what_there_is_of_its_answer() -> None:
+    with talking(*ENDLESS) as (process, written, read):
+        say(written, b"hello")
+        answer = read.read(1)
+        process.send_signal(signal.SIGHUP)
+        rest, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 129
+        assert errors == b"hisparse: ended by SIGHUP\n"
+        assert b"\n[reused: 0 device" in answer + rest
+
+
 def ranks_of(process: subprocess.Popen[bytes]) -> set[int]:
     """The processes in which ranks of a chat are."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -85,6 +96,7 @@ def ranks_of(process: subprocess.Popen[bytes]) -> set[int]:
 
 
 def test_ranks_outlive_an_answer_that_ctrl_c_ends_and_go_with_a_chat_that_is_told_to_end() -> None:
+    # Told by SIGTERM while it waits for a line.
     with talking(*ENDLESS, "--tp", "2") as (process, written, read):
         ranks = set()
         for line in (b"hello", b"again"):
@@ -97,7 +109,9 @@ def test_ranks_outlive_an_answer_that_ctrl_c_ends_and_go_with_a_chat_that_is_tol
         assert len(ranks) == 2
         assert ranks_of(process) == ranks
         process.terminate()
-        assert process.wait(LIMIT_S) == -signal.SIGTERM
+        assert process.wait(LIMIT_S) == 143
+        assert process.stderr is not None
+        assert process.stderr.read() == b"hisparse: ended by SIGTERM\n"
         until_s = time.monotonic() + LIMIT_S
         while any(map(is_alive, ranks)):
             assert time.monotonic() < until_s, "ranks are left"

@@ -1,16 +1,20 @@
 """`hisparse eval`: mistakes are one line, runs end in JSON or tables, and a difference is an exit code."""
 
 import json
+import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hisparse.cli import interrupts
 from hisparse.cli.eval import CHUNK_TOKENS, most_tokens, parse_contexts
 from hisparse.cli.eval_render import ANSWER_WIDTH, shortened
 from hisparse.cli.main import main
 from hisparse.cli.progress import EvalProgress
+from hisparse.evaluation.evaluate import RUNS
 from hisparse.evaluation.report import EvalReport
 from hisparse.evaluation.runs import Run
 from tests.evaluation.wired import write_checkpoint
@@ -27,6 +31,9 @@ MISTAKES = {
     "host pool": (["--host-pool", "1XiB"], "host pool '1XiB' is not a size"),
     "plot in no folder": (["--plot", "nowhere/plot.svg"], "name a file in a folder that exists"),
     "folder as plot": (["--plot", "."], "name a file"),
+    "plot where nothing can be written": (["--plot", "/proc/plot.svg"], "name a file that may be written"),
+    "plot without a name": (["--plot", ""], "'--plot': it is empty"),
+    "empty dtype": (["--dtype", ""], "the name after --dtype is empty"),
 }
 RUN_MISTAKES = {
     "facts that do not fit": (["--context", "64", "--keys", "16"], "16 facts and a question do not fit"),
@@ -120,6 +127,83 @@ def test_interrupted_is_one_line_and_exit_code_130(
     monkeypatch.setattr("hisparse.evaluation.evaluate.evaluate", interrupt)
     assert main(small(checkpoint)) == 130
     assert capsys.readouterr().err == "hisparse: interrupted\n"
+
+
+def end_in(run: str, context: int, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a signal come when `run` is to answer questions of `context` tokens."""
+    usual = RUNS[run]
+
+    def answer(loaded: Any, questions: Any, *more: Any) -> Run:
+        if len(questions[0].ids) > context - 64:
+            signal.raise_signal(number)
+        return usual(loaded, questions, *more)
+
+    monkeypatch.setitem(RUNS, run, answer)
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_was_finished_is_shown_when_it_is_ended_early(
+    number: signal.Signals,
+    code: int,
+    checkpoint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plot = tmp_path / "plot.svg"
+    interrupts.heed_endings()
+    end_in("broken", 704, number, monkeypatch)
+    command = small(checkpoint, "--context", "640,704", "--plot", str(plot))
+    assert main([*command, "--json"]) == code
+    said = json.loads(capsys.readouterr().out)
+    assert said["accuracy"] == {"resident": 1.0, "hisparse": 1.0, "broken": 0.0}
+    assert [list(context["accuracy"]) for context in said["contexts"]] == [
+        ["resident", "hisparse", "broken"],
+        ["resident", "hisparse"],
+    ]
+    assert plot.read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_the_table_of_what_was_finished_has_no_number_for_what_was_not(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end_in("broken", 704, signal.SIGINT, monkeypatch)
+    assert main(small(checkpoint, "--context", "640,704")) == 130
+    shown = capsys.readouterr()
+    assert re.search(r"704 │ +100.0% │ +100.0% │ +- │", shown.out)
+    assert shown.err == "hisparse: interrupted\n"
+
+
+def test_a_control_that_changes_no_answer_is_said_and_exits_1(
+    checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(small(checkpoint, "--device-kv", "all")) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith(
+        "hisparse: the control proves nothing: with 640 tokens, a broken host changed no answer"
+    )
+    assert shown.err.count("\n") == 1
+    assert "hisparse gave the tokens of resident on all 2 prompts" in shown.out
+
+
+def test_without_a_budget_short_prompts_get_the_least_that_runs_one_and_most_of_them_is_on_the_host(
+    checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ["--dtype", "float32", "--block-size", "16", "--context", "512", "--prompts", "2", "--keys", "2", "--json"]
+    assert main(["eval", checkpoint, *short]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["accuracy"]["broken"] < 1
+    assert said["needle_rows"]["share_from_host"] > 0.5
+    assert main(["eval", checkpoint, *short, "--device-kv", "10%"]) == 2
+
+
+def test_looking_whether_a_plot_can_be_written_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    old = tmp_path / "old.svg"
+    old.write_text("old")
+    for path in (old, tmp_path / "new.svg"):
+        assert main(["eval", "no/such/folder", "--plot", str(path)]) == 2
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old.svg", "old")]
 
 
 def test_a_model_that_is_not_there_is_one_line_that_names_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,6 +111,32 @@ def test_quarantine_moves_lists_restores_and_purges(stored: Path, capsys: pytest
     assert list((namespace(stored) / "quarantine").iterdir()) == []
 
 
+def test_purge_says_what_it_left_and_why(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(block_file(stored, key_of(2)))
+    assert main(["kv", "quarantine", str(stored)]) == 1
+    folder = namespace(stored) / "quarantine"
+    foreign = [folder / f"{key_of(1).hex()}.size.01234567.bad", folder / "thesis.txt"]
+    for path in foreign:
+        path.write_text("mine")
+    capsys.readouterr()
+    assert main(["kv", "quarantine", "--purge", str(namespace(stored))]) == 0
+    said = capsys.readouterr().out
+    assert "1 block removed" in said
+    assert f"; 2 files left, which are no blocks of ours by name or by how they begin: look into {folder}" in said
+    assert sorted(folder.iterdir()) == sorted(foreign)
+
+
+def test_convert_says_that_there_is_nothing_to_do(
+    stored: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path_factory.mktemp("converted") / "out"
+    assert main(["kv", "convert", str(stored), str(out)]) == 0
+    assert capsys.readouterr().out.endswith(f"nothing to do: nothing was written to {out}\n")
+    out.write_text("a file")
+    assert main(["kv", "convert", str(stored), str(out)]) == 2
+    assert capsys.readouterr().err.startswith(f"hisparse: {out} is no directory: name one")
+
+
 def test_prune_by_age_and_by_size_takes_the_oldest(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
     now = time.time()
     for number, age in enumerate((100, 5000, 300, 400)):
@@ -160,7 +186,10 @@ def test_a_namespace_of_another_format_is_said_and_left_alone(stored: Path, caps
         (["prune", ".", "--older-than", "soon"], "'soon' is no age"),
         (["prune", ".", "--max-bytes", "few"], "'few' is not a size"),
         (["quarantine", ".", "--list", "--purge"], "exclude one another"),
-        (["stats", "."], "stats"),
+        (["stats", "."], "use one of ls, stat, verify, quarantine, prune, convert"),
+        (["ls"], "Missing argument 'DIR': name a directory of the file tier"),
+        (["prune", "", "--max-bytes", "1"], "'DIR': it is empty"),
+        (["convert", ".", ""], "'OUT': it is empty"),
     ],
 )
 def test_a_mistake_gives_one_line_and_exit_code_2(

@@ -28,6 +28,13 @@ def test_without_arguments_it_explains_itself(capsys: pytest.CaptureFixture[str]
     assert "generate" in capsys.readouterr().out
 
 
+def test_kv_without_a_command_explains_itself_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kv"]) == 0
+    shown = capsys.readouterr()
+    assert "\n  quarantine  " in shown.out
+    assert shown.err == ""
+
+
 def test_generate_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--help"]) == 0
     shown = capsys.readouterr().out
@@ -78,6 +85,7 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     assert done.returncode == 1
 
 
+@pytest.mark.usefixtures("signals")
 def test_threads_that_wait_sleep_unless_the_user_wants_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hisparse.cli.main.main", lambda: 0)
     for chosen, expected in ((None, "passive"), ("active", "active")):

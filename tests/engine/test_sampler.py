@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hisparse.engine.sampler import SamplingParams, sample, uniform
-from hisparse.errors import InputError
+from hisparse.engine.sampler import MIN_TEMPERATURE, SamplingParams, sample, uniform
+from hisparse.errors import BackendError, InputError
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 2.0])
 
@@ -29,6 +29,41 @@ def test_frequencies_follow_the_softmax_at_the_given_temperature() -> None:
 def test_control_the_frequencies_would_show_another_temperature() -> None:
     with pytest.raises(AssertionError):
         torch.testing.assert_close(many(SamplingParams(temperature=1.0)), (LOGITS / 3).softmax(0), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_row_that_is_no_numbers_is_refused_and_its_request_named(temperature: float, wrong: float) -> None:
+    logits = LOGITS.repeat(3, 1)
+    logits[1, 3] = wrong
+    with pytest.raises(BackendError, match="request-7, output token 4: the model gave logits that are no numbers"):
+        sample(
+            logits, [SamplingParams(temperature=temperature)] * 3, [3, 4, 5], ["request-6", "request-7", "request-8"]
+        )
+
+
+def test_a_row_that_excludes_every_token_is_refused() -> None:
+    with pytest.raises(BackendError, match="no numbers"):
+        sample(torch.full((1, 4), -torch.inf), [SamplingParams()], [0])
+
+
+def test_a_row_may_exclude_single_tokens() -> None:
+    logits = LOGITS.clone()
+    logits[[0, 4]] = -torch.inf
+    assert sample(logits.unsqueeze(0), [SamplingParams()], [0]) == [1]
+
+
+def test_the_lowest_temperature_is_greedy_whatever_the_logits_are() -> None:
+    params = SamplingParams(temperature=MIN_TEMPERATURE)
+    largest = torch.finfo(torch.float32).max
+    for logits in (torch.tensor([[-largest, 0.0, largest]]), torch.tensor([[0.0, 1.0, 1.001]])):
+        assert {sample(logits, [params], [step])[0] for step in range(50)} == {2}
+
+
+def test_a_lower_temperature_is_refused() -> None:
+    for temperature in (1e-310, MIN_TEMPERATURE / 2):
+        with pytest.raises(InputError, match=r"must be 0 \(greedy\), or at least 1e-06"):
+            SamplingParams(temperature=temperature)
 
 
 def test_top_k_keeps_the_k_best_and_the_lowest_of_equals() -> None:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hisparse.cli.conversation import Conversation, conversation_for
-from hisparse.cli.interrupts import Interrupts
+from hisparse.cli.interrupts import EXIT_INTERRUPTED, Interrupts
 from hisparse.cli.metrics import metrics_for
 from hisparse.cli.options import GenerateOptions
 from hisparse.cli.progress import on_terminal
 from hisparse.cli.rank_watch import RankEnded, RankWatch
 from hisparse.cli.render import describe_turn, print_totals, visible
-from hisparse.cli.session import EXIT_DONE, EXIT_INTERRUPTED, check_options, engine_config, load, sampling_params
+from hisparse.cli.session import EXIT_DONE, check_options, engine_config, load, open_engine, sampling_params
+from hisparse.cli.streams import complain
 from hisparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,12 +31,13 @@ HELP = "/quit or Ctrl-D leaves, /reset forgets the conversation, /stats says whe
 
 
 def run_chat(options: GenerateOptions, context: int | None) -> int:
-    """Run the command and return its exit code: 0, 1 when a rank ended or hangs, 130 when the user left with Ctrl-C.
+    """Run the command and return its exit code: 0, 1 when a rank ended or hangs, 130 when the user left with Ctrl-C
+    or the process was told to end.
 
     `options` are those of a run without prompts; a conversation has up to `context` tokens. Raises `InputError` and
     `BackendError` for what keeps it from beginning. Later mistakes are one line each, and the conversation goes on.
     """
-    check_options(options.device)
+    check_options(options)
     if context is not None and context <= options.sampling.max_tokens:
         raise InputError(
             f"a conversation of {context} tokens (--context) leaves no room for a question beside an answer of "
@@ -46,7 +48,6 @@ def run_chat(options: GenerateOptions, context: int | None) -> int:
 
 
 def _run(options: GenerateOptions, context: int | None, meter: "EngineMeter | None") -> int:
-    from hisparse.engine import Engine
     from hisparse.engine.tp import ProcessExecutor
 
     params = sampling_params(options.sampling)
@@ -57,7 +58,7 @@ def _run(options: GenerateOptions, context: int | None, meter: "EngineMeter | No
     params = replace(params, stop=(*params.stop, *conversation.stop))
     longest_prompt = context - params.max_tokens
     config = engine_config(options, loaded.geometry_for(options.device.kv_dtype), [longest_prompt])
-    with Engine(loaded, config, meter=meter) as engine:
+    with open_engine(loaded, config, meter) as engine:
         pids = engine.executor.pids if isinstance(engine.executor, ProcessExecutor) else ()
         with Interrupts() as interrupts, RankWatch(pids) as ranks:
             return Chat(engine, conversation, params, interrupts, ranks).run()
@@ -88,12 +89,12 @@ class Chat:
         Raises `RankError` when a rank ended or hangs, and what else keeps the engine from going on.
         """
         self._prepare_input()
-        while self._interrupts.num < 2:
+        while not self._interrupts.leaves:
             try:
                 line = self._read()
             except KeyboardInterrupt:
                 print()
-                if self._interrupts.num < 2:
+                if not self._interrupts.leaves:
                     print("Ctrl-C again leaves")
                 continue
             except RankEnded:
@@ -108,7 +109,6 @@ class Chat:
                 self._command(line.strip())
             elif line.strip():
                 self._answer(line)
-        print("hisparse: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
 
     def _prepare_input(self) -> None:
@@ -129,6 +129,8 @@ class Chat:
             if self._is_watched:
                 print()
             return None
+        except OSError as error:
+            raise InputError(f"standard input cannot be read: {error.strerror}") from error
 
     def _command(self, command: str) -> None:
         if command == "/reset":
@@ -174,4 +176,4 @@ class Chat:
 def _complain(message: str) -> None:
     # After what was said before it, on a terminal and in a file.
     sys.stdout.flush()
-    print("hisparse:", " ".join(message.split()), file=sys.stderr, flush=True)
+    complain(message)

@@ -4,9 +4,8 @@ Neither torch nor the engine is loaded before it must be, so that help and most 
 """
 
 import json
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +14,19 @@ from rich.console import Console
 
 from hisparse.cli.budget import Workload, check_budget, device_budget
 from hisparse.cli.eval_render import print_report
-from hisparse.cli.options import BUILTIN_PREFIX, BlockSizeOption, Device, DeviceOption, DtypeOption, HostPoolOption
+from hisparse.cli.interrupts import EXIT_INTERRUPTED
+from hisparse.cli.options import (
+    BUILTIN_PREFIX,
+    BlockSizeOption,
+    Device,
+    DeviceOption,
+    DtypeOption,
+    HostPoolOption,
+    named_path,
+)
 from hisparse.cli.progress import EvalProgress, on_terminal
+from hisparse.cli.session import check_names
+from hisparse.cli.streams import complain
 from hisparse.config import parse_size
 from hisparse.errors import InputError
 
@@ -24,12 +34,12 @@ if TYPE_CHECKING:
     from hisparse.config import ModelGeometry
     from hisparse.engine import EngineConfig
     from hisparse.evaluation.questions import Question
-    from hisparse.evaluation.report import EvalReport
+    from hisparse.evaluation.report import ContextReport, EvalReport
 
 EXIT_DONE = 0
 EXIT_DIFFERENT = 1
-EXIT_INTERRUPTED = 130
 
+DEFAULT_SHARE = "10%"
 CHUNK_TOKENS = 512
 """Prompt tokens of a step, of all prompts together."""
 HOT_FACTOR = 2
@@ -47,7 +57,7 @@ class EvalOptions:
     contexts: tuple[int, ...]
     num_keys: int
     num_prompts: int
-    device_kv: str
+    device_kv: str | None
     host_pool: str
     seed: int
     with_stock: bool
@@ -67,19 +77,20 @@ def evaluate(
     keys: Annotated[int, typer.Option(min=1, metavar="K", help="Facts in each prompt, one of which is asked for.")] = 4,
     prompts: Annotated[int, typer.Option(min=1, metavar="P", help="Prompts per context length.")] = 16,
     device_kv: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="SIZE",
             help="Device memory for resident and hot KV: a size (4MiB), or a share (10%) of the most KV that is there "
-            "at a time, or all.",
+            f"at a time, or all. [default: {DEFAULT_SHARE}, or more where that is too little to run one prompt]",
         ),
-    ] = "10%",
+    ] = None,
     host_pool: HostPoolOption = "1GiB",
     seed: Annotated[int, typer.Option(help="Seed of texts, names and values.")] = 0,
     stock: Annotated[bool, typer.Option("--stock", help="Ask stock transformers too; slow.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a plot of accuracy by context length, as SVG.")
+        Path | None,
+        typer.Option(parser=named_path, metavar="FILE", help="Write a plot of accuracy by context length, as SVG."),
     ] = None,
     device: DeviceOption = Device.CPU,
     dtype: DtypeOption = None,
@@ -92,7 +103,8 @@ def evaluate(
     (broken), stock transformers (stock). Says how many answers are right, whether hisparse gives the tokens of resident
     on every prompt, and how many of the rows that answers rest on came from the host.
 
-    Exit code 0 when hisparse equals resident on every prompt, 1 when not.
+    Exit code 0 when hisparse equals resident on every prompt, 1 when not, or when broken equals hisparse on all of a
+    length: then nothing shows that the host was needed.
     """
     is_builtin = model.startswith(BUILTIN_PREFIX)
     options = EvalOptions(
@@ -107,31 +119,55 @@ def evaluate(
         json=json_output,
         plot=plot,
         device=device.value,
-        dtype=dtype or ("float32" if is_builtin else "bfloat16"),
+        dtype=("float32" if is_builtin else "bfloat16") if dtype is None else dtype,
         block_size=(16 if is_builtin else 64) if block_size is None else block_size,
         max_running=max_running,
     )
+    reports: list[EvalReport] = []
     try:
-        report = run(options)
+        run(options, reports.append)
     except KeyboardInterrupt:
-        print("hisparse: interrupted", file=sys.stderr)
+        if reports:
+            _show(reports[-1], options)
         return EXIT_INTERRUPTED
+    report = reports[-1]
+    _show(report, options)
+    useless = [of_length for of_length in report.contexts if of_length.control_failed]
+    for of_length in useless:
+        complain(describe_useless(of_length))
+    return EXIT_DONE if report.identical and not useless else EXIT_DIFFERENT
+
+
+def describe_useless(context: "ContextReport") -> str:
+    """One line that says why a run of `hisparse` that is right says nothing here, and what would help."""
+    needles = context.needles
+    return (
+        f"the control proves nothing: with {context.context} tokens, a broken host changed no answer, and "
+        f"{needles.from_host} of {needles.read} rows of the values came from the host: "
+        "ask for a longer --context, or give less --device-kv"
+    )
+
+
+def _show(report: "EvalReport", options: EvalOptions) -> None:
     if options.json:
         print(json.dumps(report.to_json(), allow_nan=False, indent=2))
     else:
         print_report(Console(highlight=False, markup=False, emoji=False), report)
     if options.plot is not None:
         _write(options.plot, report.plot())
-    return EXIT_DONE if report.identical else EXIT_DIFFERENT
 
 
-def run(options: EvalOptions) -> "EvalReport":
-    """Check what can be checked without a model, load, ask. Raises `InputError` and `BackendError`."""
+def run(options: EvalOptions, finished: "Callable[[EvalReport], None]") -> None:
+    """Check what can be checked without a model, load, ask. Raises `InputError` and `BackendError`.
+
+    `finished` is given what there is so far, more each time, and everything at the end.
+    """
+    check_names(options.model, options.dtype)
     check_budget(options.device_kv)
     parse_size(options.host_pool, "host pool")
-    if options.plot is not None and (options.plot.is_dir() or not options.plot.parent.is_dir()):
+    if options.plot is not None:
         # Before anything runs, not after minutes.
-        raise InputError(f"cannot write the plot to {options.plot}: name a file in a folder that exists")
+        _require_writable(options.plot)
 
     from hisparse.engine import load_model
     from hisparse.evaluation.evaluate import evaluate as evaluate_model
@@ -152,8 +188,9 @@ def run(options: EvalOptions) -> "EvalReport":
             lambda of_context: engine_config(options, loaded.geometry, of_context),
             with_stock=options.with_stock,
             progress=progress.advance,
+            finished=finished,
         )
-    return report
+        finished(report)
 
 
 def engine_config(options: EvalOptions, model: "ModelGeometry", questions: "Sequence[Question]") -> "EngineConfig":
@@ -171,7 +208,10 @@ def engine_config(options: EvalOptions, model: "ModelGeometry", questions: "Sequ
         num_running=num_running,
         total_tokens=most_tokens(lengths[:num_running], max(question.answer_tokens for question in questions)),
     )
-    slab_bytes = device_budget(options.device_kv, workload)
+    slab_bytes = device_budget(DEFAULT_SHARE if options.device_kv is None else options.device_kv, workload)
+    if slab_bytes is not None and options.device_kv is None:
+        # Of short prompts the share is too little to run any: with the least, nearly all of them is on the host too.
+        slab_bytes = max(slab_bytes, replace(workload, num_running=1).all_host_backed_bytes)
     if slab_bytes is not None:
         slab_rows = slab_bytes // (model.num_layers * model.row.row_bytes)
         staging_rows = max(staging_rows, slab_rows // STAGING_SHARE)
@@ -207,6 +247,21 @@ def parse_contexts(text: str) -> tuple[int, ...]:
     if min(contexts) < 1 or len(set(contexts)) < len(contexts):
         raise InputError(f"contexts {text!r} must be different numbers of tokens, each at least 1")
     return contexts
+
+
+def _require_writable(path: Path) -> None:
+    """Raise `InputError` where no plot can be written. Leaves everything as it is."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise InputError(f"cannot write the plot to {path}: name a file in a folder that exists")
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise InputError(
+            f"cannot write the plot to {path}: {error.strerror}: name a file that may be written"
+        ) from error
+    if is_new:
+        path.unlink()
 
 
 def _write(path: Path, text: str) -> None:

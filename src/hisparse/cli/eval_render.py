@@ -70,7 +70,7 @@ def _accuracy(report: "EvalReport") -> Table:
         share = NOT_MEASURED if needles.share_from_host is None else f"{needles.share_from_host:.0%}"
         table.add_row(
             str(context.context),
-            *(f"{accuracy:.1%}" for accuracy in context.accuracy.values()),
+            *(f"{context.accuracy[run]:.1%}" if run in context.runs else NOT_MEASURED for run in report.accuracy),
             format_bytes(stats.kv.device_bytes),
             share,
         )

@@ -38,6 +38,7 @@ from hisparse.cli.options import (
     TopKOption,
     TopPOption,
     WriteBackOption,
+    named_path,
 )
 from hisparse.cli.session import run_generate
 from hisparse.config import WriteBack
@@ -47,7 +48,8 @@ def generate(
     model: ModelArgument,
     prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A prompt; may be repeated.")] = None,
     prompt_file: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="A UTF-8 file with one prompt; may be repeated.")
+        list[Path] | None,
+        typer.Option(parser=named_path, metavar="FILE", help="A UTF-8 file with one prompt; may be repeated."),
     ] = None,
     prompt_ids: Annotated[
         list[str] | None, typer.Option(metavar="IDS", help="A prompt as token ids, 72,101,108; may be repeated.")

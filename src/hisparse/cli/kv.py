@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hisparse.cli.options import named_path
 from hisparse.config import parse_size
 from hisparse.errors import InputError
 
@@ -22,10 +23,20 @@ EXIT_BAD_BLOCKS = 1
 _AGE = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A directory of the file tier, or one namespace in it.")]
+Directory = Annotated[
+    Path,
+    typer.Argument(parser=named_path, metavar="DIR", help="A directory of the file tier, or one namespace in it."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")]
 
-kv = typer.Typer(name="kv", help="Stored KV: what is there, is it whole, and what may go.", no_args_is_help=True)
+kv = typer.Typer(name="kv")
+
+
+@kv.callback(invoke_without_command=True)
+def _root(context: typer.Context) -> None:
+    """Stored KV: what is there, is it whole, and what may go."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @kv.command(name="ls")
@@ -97,8 +108,25 @@ def quarantine(
             print(f"{namespace.name}: {_blocks(num_restored)} put back, {num_left} left in quarantine")
         else:
             num_removed, num_bytes = survey.purge(namespace)
-            print(f"{namespace.name}: {_blocks(num_removed)} removed, {_size(num_bytes)}")
+            print(f"{namespace.name}: {_blocks(num_removed)} removed, {_size(num_bytes)}{_left_behind(namespace)}")
     return EXIT_DONE
+
+
+def _left_behind(namespace: "Namespace") -> str:
+    """What a purge did not remove, and why, for the end of its line."""
+    from hisparse.offload.files.places import QUARANTINE
+
+    folder = Path(namespace.path) / QUARANTINE
+    try:
+        num_left = len(list(folder.iterdir()))
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"; {folder}: {error.strerror}"
+    if not num_left:
+        return ""
+    files = "1 file" if num_left == 1 else f"{num_left} files"
+    return f"; {files} left, which are no blocks of ours by name or by how they begin: look into {folder}"
 
 
 @kv.command(name="prune")
@@ -129,7 +157,9 @@ def prune(
 @kv.command(name="convert")
 def convert(
     directory: Directory,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the converted blocks go; may be DIR.")],
+    out: Annotated[
+        Path, typer.Argument(parser=named_path, metavar="OUT", help="Where the converted blocks go; may be DIR.")
+    ],
     family: Annotated[
         str | None,
         typer.Option(
@@ -144,13 +174,16 @@ def convert(
     from hisparse.cli.progress import BlockProgress, on_terminal
     from hisparse.offload.files import conversion, survey
 
-    is_complete = True
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out} is no directory: name one for the converted blocks, which may be {directory} itself")
+    is_complete, is_idle = True, True
     for job in conversion.plan_jobs(survey.find(directory), family):
         name = job.sources[0].name
         if job.conversion is None:
             print(f"{name}: not converted: {job.problem}")
             is_complete = is_complete and job.is_done
             continue
+        is_idle = False
         num_done, failed = 0, []
         with BlockProgress("convert", len(job.keys()), on_terminal()) as progress:
             for converted in conversion.run_job(job, out):
@@ -163,6 +196,8 @@ def convert(
             print(f"{converted.key.hex()}: not converted: {converted.problem}")
         print(f"{name}: {_blocks(num_done)} converted to {job.conversion.target.name}")
         is_complete = is_complete and not failed
+    if is_idle and is_complete:
+        print(f"nothing to do: nothing was written to {out}")
     return EXIT_DONE if is_complete else EXIT_BAD_BLOCKS
 
 

@@ -1,9 +1,10 @@
 """`--metrics-port`: serve a command's metrics for as long as it runs."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from hisparse.cli.streams import complain
 
 if TYPE_CHECKING:
     from hisparse.metrics import EngineMetrics
@@ -22,5 +23,5 @@ def metrics_for(port: int | None) -> "Iterator[EngineMetrics | None]":
 
     metrics = EngineMetrics()
     with MetricsServer(metrics, port) as server:
-        print(f"hisparse: metrics at {server.url}", file=sys.stderr, flush=True)
+        complain(f"metrics at {server.url}")
         yield metrics

@@ -12,6 +12,13 @@ from hisparse.config import KVDtype, WriteBack
 BUILTIN_PREFIX = "builtin:"
 
 
+def named_path(text: str) -> Path:
+    """A path that was written down. Raises `BadParameter` for none, which `Path` would take for the current folder."""
+    if not text:
+        raise typer.BadParameter("it is empty: name a path, or . for the current folder")
+    return Path(text)
+
+
 class Device(Enum):
     """Where the model and its device KV live."""
 
@@ -82,7 +89,11 @@ CpuTierOption = Annotated[
 ]
 OffloadDirOption = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Keep KV in files of this directory too, for runs to come with the same model."),
+    typer.Option(
+        parser=named_path,
+        metavar="DIR",
+        help="Keep KV in files of this directory too, for runs to come with the same model.",
+    ),
 ]
 OffloadCapacityOption = Annotated[
     str | None,
@@ -103,7 +114,7 @@ HostBackingOption = Annotated[
     ),
 ]
 ChunkSizeOption = Annotated[int, typer.Option(min=1, help="Prompt tokens per step, at most.")]
-TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
+TemperatureOption = Annotated[float, typer.Option(help="0 is greedy; what is not, is at least 1e-06.")]
 TopPOption = Annotated[float, typer.Option(help="Sample from the likeliest tokens that reach this probability.")]
 TopKOption = Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0 is all.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of sampling.")]
@@ -190,9 +201,13 @@ class GenerateOptions:
     @property
     def dtype(self) -> str:
         """Tiny models are for comparing bits; real checkpoints are published in bfloat16."""
-        return self.device.dtype or ("float32" if self.is_builtin else "bfloat16")
+        if self.device.dtype is not None:
+            return self.device.dtype
+        return "float32" if self.is_builtin else "bfloat16"
 
     @property
     def block_size(self) -> int:
         """The tiny models' top-k is half of a usual page: with pages of 64 a small budget would hold only a few."""
-        return self.device.block_size or (16 if self.is_builtin else 64)
+        if self.device.block_size is not None:
+            return self.device.block_size
+        return 16 if self.is_builtin else 64

@@ -18,8 +18,8 @@ class Prompt:
 def read_prompts(texts: Sequence[str], files: Sequence[Path], ids: Sequence[str]) -> list[Prompt]:
     """All prompts of a command line, in the order texts, files, token ids.
 
-    Raises `InputError` when there is none, when one is empty, when a file cannot be read as UTF-8, and when a list of
-    ids holds something else.
+    Raises `InputError` when there is none, when one is empty or not UTF-8, when a file cannot be read, and when a list
+    of ids holds something else.
     """
     prompts = [Prompt(f"prompt {number}", text) for number, text in enumerate(texts, start=1)]
     prompts += [Prompt(f"prompt file {path}", _read_text(path)) for path in files]
@@ -28,8 +28,29 @@ def read_prompts(texts: Sequence[str], files: Sequence[Path], ids: Sequence[str]
         raise InputError("there is no prompt: give --prompt TEXT, --prompt-file FILE or --prompt-ids IDS")
     for prompt in prompts:
         if not prompt.content:
-            raise InputError(f"{prompt.label} is empty")
+            raise InputError(f"{prompt.label} is empty: it needs at least one character, or one id")
+        if isinstance(prompt.content, str):
+            require_text(prompt.content, prompt.label)
     return prompts
+
+
+def require_text(text: str, what: str) -> None:
+    """Raise `InputError` for an argument of the command line whose bytes are no UTF-8: Python hands them on."""
+    try:
+        text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError as error:
+        where = f" (byte {error.start})" if isinstance(error, UnicodeDecodeError) else ""
+        raise InputError(f"{what} is not UTF-8 text{where}") from error
+
+
+def require_room(prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], max_tokens: int, limit: int) -> None:
+    """Raise `InputError` naming the first prompt that a model of `limit` positions cannot go on by `max_tokens`."""
+    for prompt, ids in zip(prompts, prompt_ids, strict=True):
+        if len(ids) + max_tokens > limit:
+            raise InputError(
+                f"{prompt.label}: {len(ids) + max_tokens} tokens, prompt and output together, do not fit the model, "
+                f"which has {limit} positions: it has {len(ids)}, and --max-tokens is {max_tokens}"
+            )
 
 
 def encode_prompts(prompts: Sequence[Prompt], encode: Callable[[str], Sequence[int]]) -> list[list[int]]:

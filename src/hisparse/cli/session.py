@@ -1,21 +1,22 @@
 """One `hisparse generate` from options to exit code: check, load, run, verify, report."""
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from hisparse.cli.budget import EVERYTHING, Workload, check_budget, device_budget
+from hisparse.cli.interrupts import EXIT_INTERRUPTED
 from hisparse.cli.metrics import metrics_for
 from hisparse.cli.options import DeviceOptions, GenerateOptions, OutputOptions, SamplingOptions
 from hisparse.cli.progress import RunProgress, VerifyProgress, on_terminal
-from hisparse.cli.prompts import Prompt, encode_prompts, read_prompts
+from hisparse.cli.prompts import Prompt, encode_prompts, read_prompts, require_room, require_text
 from hisparse.cli.render import describe_mismatch, print_table, print_texts, visible
 from hisparse.cli.report import RunReport, report_json
+from hisparse.cli.streams import complain
 from hisparse.config import ModelGeometry, WriteBack, parse_size
-from hisparse.errors import InputError
+from hisparse.errors import CapacityError, InputError
 
 if TYPE_CHECKING:
     from hisparse.engine import Engine, EngineConfig, EngineMeter, LoadedModel, SamplingParams, TensorParallel
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 EXIT_DONE = 0
 EXIT_DIFFERENT = 1
-EXIT_INTERRUPTED = 130
 
 DEFAULT_HOT_FACTOR = 2
 DEFAULT_STAGING_FACTOR = 4
@@ -40,7 +40,7 @@ def run_generate(options: GenerateOptions) -> int:
     Raises `InputError` and `BackendError`, with everything that can be checked without a model checked first.
     """
     prompts = read_prompts(options.prompts, options.prompt_files, options.prompt_ids)
-    check_options(options.device)
+    check_options(options)
     _check_output(options.output, len(prompts))
 
     with metrics_for(options.output.metrics_port) as meter:
@@ -48,29 +48,39 @@ def run_generate(options: GenerateOptions) -> int:
 
 
 def _run(options: GenerateOptions, prompts: Sequence[Prompt], meter: "EngineMeter | None") -> int:
-    from hisparse.engine import Engine
-
     params = sampling_params(options.sampling)
     loaded = load(options)
     prompt_ids = encode_prompts(prompts, loaded.tokenizer.encode)
+    require_room(prompts, prompt_ids, params.max_tokens, loaded.max_tokens)
     config = engine_config(options, loaded.geometry_for(options.device.kv_dtype), [len(ids) for ids in prompt_ids])
-    with Engine(loaded, config, meter=meter) as engine:
-        for ids in prompt_ids:
-            engine.add_request(ids, params)
-        interrupted = not _drive(engine, options, prompt_ids)
-        report = RunReport(engine.results(), engine.stats())
-    if options.output.verify and not interrupted:
-        try:
+    report, interrupted = None, False
+    try:
+        with open_engine(loaded, config, meter) as engine:
+            _add_requests(engine, prompts, prompt_ids, params)
+            interrupted = not _drive(engine, options, prompt_ids)
+            report = RunReport(engine.results(), engine.stats())
+        if options.output.verify and not interrupted:
             if config.parallel is not None:
                 loaded = load(options, with_weights=True)
             report = RunReport(report.results, report.stats, _verify(loaded, prompt_ids, params, config, report))
-        except KeyboardInterrupt:
-            interrupted = True
+    except KeyboardInterrupt:
+        if report is None:
+            raise
+        interrupted = True
     _print(report, options)
     if interrupted:
-        print("hisparse: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return EXIT_DIFFERENT if report.verified_different else EXIT_DONE
+
+
+def _add_requests(
+    engine: "Engine", prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], params: "SamplingParams"
+) -> None:
+    for prompt, ids in zip(prompts, prompt_ids, strict=True):
+        try:
+            engine.add_request(ids, params)
+        except InputError as error:
+            raise InputError(f"{prompt.label}: {error}") from error
 
 
 def load(options: GenerateOptions, *, with_weights: bool = False) -> "LoadedModel":
@@ -85,6 +95,16 @@ def load(options: GenerateOptions, *, with_weights: bool = False) -> "LoadedMode
     from hisparse.engine import load_model
 
     return load_model(options.model, options.dtype, options.device.device)
+
+
+def open_engine(loaded: "LoadedModel", config: "EngineConfig", meter: "EngineMeter | None") -> "Engine":
+    """An engine, whose refusals name the options of the command line. Raises as `Engine` does."""
+    from hisparse.engine import Engine
+
+    try:
+        return Engine(loaded, config, meter=meter)
+    except CapacityError as error:
+        raise CapacityError(str(error).replace("capacity_bytes", "--offload-capacity")) from error
 
 
 def engine_config(options: GenerateOptions, model: ModelGeometry, prompt_tokens: Sequence[int]) -> "EngineConfig":
@@ -131,8 +151,23 @@ def engine_config(options: GenerateOptions, model: ModelGeometry, prompt_tokens:
     )
 
 
-def check_options(options: DeviceOptions) -> None:
-    """Raise `InputError` for sizes that are none: whatever can be told before a model is loaded."""
+def check_options(options: GenerateOptions) -> None:
+    """Raise `InputError` for sizes and names that are none: whatever can be told before a model is loaded."""
+    check_names(options.model, options.device.dtype)
+    for text in options.sampling.stop:
+        require_text(text, f"the stop string {text!r}")
+    _check_sizes(options.device)
+
+
+def check_names(model: str, dtype: str | None) -> None:
+    """Raise `InputError` for names that are empty, as those of shell variables are that were never set."""
+    if not model:
+        raise InputError("the model's name is empty: name a checkpoint directory or a built-in model")
+    if dtype == "":
+        raise InputError("the name after --dtype is empty: use one of float32, bfloat16, float16")
+
+
+def _check_sizes(options: DeviceOptions) -> None:
     check_budget(options.device_kv)
     parse_size(options.host_pool, "host pool")
     if options.host_backing is not None and options.num_ranks == 1:
@@ -220,7 +255,7 @@ def _verify(
     with VerifyProgress(on_terminal()) as progress:
         result = verify(loaded, prompt_ids, [params] * len(prompt_ids), config, report.results, progress.advance)
     for mismatch in result.mismatches:
-        print(f"hisparse: {describe_mismatch(mismatch)}", file=sys.stderr)
+        complain(describe_mismatch(mismatch))
     return result
 
 

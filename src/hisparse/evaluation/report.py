@@ -7,12 +7,15 @@ from typing import Any
 from hisparse.evaluation import svg
 from hisparse.evaluation.provenance import NeedleRows
 from hisparse.evaluation.questions import Question, QuestionSet
-from hisparse.evaluation.runs import HISPARSE, RESIDENT, Run
+from hisparse.evaluation.runs import BROKEN, HISPARSE, RESIDENT, Run
 
 
 @dataclass(frozen=True, slots=True)
 class ContextReport:
-    """One context length. `runs` by name; the order is that in which they ran. `resident` and `hisparse` are there."""
+    """One context length. `runs` by name; the order is that in which they ran. `resident` and `hisparse` are there.
+
+    Where an evaluation was ended early, the last context may lack runs that others have.
+    """
 
     context: int
     questions: tuple[Question, ...]
@@ -28,6 +31,11 @@ class ContextReport:
         """The questions, by index, to which `hisparse` gave other tokens than `resident`."""
         pairs = zip(self.runs[HISPARSE].output_ids, self.runs[RESIDENT].output_ids, strict=True)
         return tuple(index for index, (ours, theirs) in enumerate(pairs) if ours != theirs)
+
+    @property
+    def control_failed(self) -> bool:
+        """Whether a broken host changed no answer: then nothing shows that any of them needed the host."""
+        return BROKEN in self.runs and self.runs[BROKEN].output_ids == self.runs[HISPARSE].output_ids
 
     @property
     def needles(self) -> NeedleRows:
@@ -50,11 +58,9 @@ class EvalReport:
 
     @property
     def accuracy(self) -> dict[str, float]:
-        """Of each run, over all contexts. They have equally many prompts."""
-        return {
-            name: sum(context.accuracy[name] for context in self.contexts) / len(self.contexts)
-            for name in self.contexts[0].runs
-        }
+        """Of each run, over all contexts that have it. They have equally many prompts."""
+        shares = {name: [context.accuracy[name] for context in self._with(name)] for name in self.contexts[0].runs}
+        return {name: sum(of_run) / len(of_run) for name, of_run in shares.items()}
 
     @property
     def needles(self) -> NeedleRows:
@@ -78,12 +84,16 @@ class EvalReport:
         """Accuracy of each run by context length, as SVG."""
         contexts = sorted(self.contexts, key=lambda report: report.context)
         series = {
-            name: [(report.context, report.accuracy[name]) for report in contexts] for name in self.contexts[0].runs
+            name: sorted((report.context, report.accuracy[name]) for report in self._with(name))
+            for name in self.contexts[0].runs
         }
         marks = [(report.context, f"{report.context}") for report in contexts]
         end = contexts[-1].context
         title = f"accuracy, {self.asked.num_keys} keys"
         return svg.document([svg.Panel(title, series, 1.0, svg.Axis(end, f"{end} tokens", marks), dots=True)])
+
+    def _with(self, run: str) -> list[ContextReport]:
+        return [context for context in self.contexts if run in context.runs]
 
 
 def _needles(rows: NeedleRows) -> dict[str, Any]:
