@@ -43,9 +43,7 @@ class SamplingParams:
         if self.max_tokens < 1:
             raise InputError(f"max tokens {self.max_tokens} must be at least 1")
         if not math.isfinite(self.temperature) or self.temperature < 0 or 0 < self.temperature < MIN_TEMPERATURE:
-            raise InputError(
-                f"temperature {self.temperature} must be 0 (greedy), or at least {MIN_TEMPERATURE}"
-            )
+            raise InputError(f"temperature {self.temperature} must be 0 (greedy), or at least {MIN_TEMPERATURE}")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top-p {self.top_p} must be above 0 and at most 1")
         if self.top_k < 0:
