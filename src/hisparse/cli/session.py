@@ -30,8 +30,6 @@ DEFAULT_HOT_FACTOR = 2
 DEFAULT_STAGING_FACTOR = 4
 DEFAULT_CPU_TIER = "256MiB"
 DEFAULT_OFFLOAD_CAPACITY = "16GiB"
-MAX_TIER_WRITES = 1024
-"""A run is short and its prompts are few: what could not be written at once would be missing from the next run."""
 
 
 def run_generate(options: GenerateOptions) -> int:
@@ -199,7 +197,7 @@ def offload_config(options: DeviceOptions) -> "OffloadConfig | None":
         capacity = parse_size(options.offload_capacity or DEFAULT_OFFLOAD_CAPACITY, "offload capacity")
         files = FileOptions((options.offload_dir,), capacity)
     cpu_bytes = parse_size(options.cpu_tier or DEFAULT_CPU_TIER, "CPU tier")
-    return OffloadConfig(cpu_bytes, max_tier_writes=MAX_TIER_WRITES, files=files)
+    return OffloadConfig(cpu_bytes, files=files)
 
 
 def sampling_params(options: SamplingOptions) -> "SamplingParams":
