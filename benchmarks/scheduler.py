@@ -111,7 +111,9 @@ class Population:
     def row(self) -> dict[str, float]:
         num_blocks = self.scheduler.coordinator.host_pool.num_leased
         if not num_blocks:
-            raise SystemExit(f"{self.context} tokens a request spilled nothing: take longer --contexts, or more --requests")
+            raise SystemExit(
+                f"{self.context} tokens a request spilled nothing: take longer --contexts, or more --requests"
+            )
         return {
             "context": self.context,
             "us_mean": statistics.fmean(self.samples),
