@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hisparse.config import CachePlan
-from hisparse.errors import BackendError, InvariantError
+from hisparse.errors import CapacityError, InvariantError
 from hisparse.geometry import RowFormat
 from hisparse.worker import CpuBackend, IndexerStore, Slab
 from tests.worker.world import make_plan
@@ -83,5 +83,5 @@ def test_a_closed_store_raises(plan: CachePlan) -> None:
 
 
 def test_device_memory_that_cannot_be_had_names_the_amount() -> None:
-    with pytest.raises(BackendError, match=f"cannot allocate {1 << 60} bytes"):
+    with pytest.raises(CapacityError, match=f"the device's KV takes {1 << 60} bytes of memory"):
         allocate(1 << 60)

@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from tests.offload.files.world import (
     namespace,
     row_of,
     store,
+    wait_for_scans,
 )
 
 
@@ -142,13 +142,6 @@ def test_a_tier_with_a_smaller_capacity_beside_a_larger_one_removes_twice_what_i
     assert 100 - 2 * 20 <= len(held(tmp_path, *range(100))) < 100
     large.close()
     small.close()
-
-
-def wait_for_scans(tier: FileTier) -> None:
-    until = time.monotonic() + 20
-    while any(directory.capacity.is_scanning for directory in tier._directories):
-        assert time.monotonic() < until
-        time.sleep(0.0005)
 
 
 def test_while_a_scan_hangs_stores_loads_and_closing_go_on(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ and a tier that starts on the directory finds no leavings.
 import os
 import shutil
 import struct
+import time
 from dataclasses import dataclass, replace
 from mmap import mmap
 from pathlib import Path
@@ -181,3 +182,11 @@ class World:
         if not works:
             raise AssertionError("the directory cannot be used any more")
         self.check()
+
+
+def wait_for_scans(tier: FileTier) -> None:
+    """Until none is under way, and none about to be."""
+    until = time.monotonic() + 20
+    while any(directory.capacity.is_scanning for directory in tier._directories):
+        assert time.monotonic() < until
+        time.sleep(0.0005)
