@@ -5,7 +5,7 @@ blocks belong to the KV cache manager; the coordinator asks it to punch and fill
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -207,6 +207,9 @@ class HiSparseCoordinator(PageMoves):
         slab, offers = self.kv.slab, self.kv.slab.offers
         self._num_asked += num_blocks
         while slab.num_leaving < self._num_asked and offers:
+            giver = self._easy_giver(offers)
+            if giver is not None and self._spill(giver, self._num_asked - slab.num_leaving):
+                continue
             costs = self._costs()
             choice = next_to_leave(offers, costs)
             if choice is None and not slab.num_leaving:
@@ -222,10 +225,24 @@ class HiSparseCoordinator(PageMoves):
                 offers = {other: count for other, count in offers.items() if other != holders}
         return slab.num_leaving
 
+    def _easy_giver(self, offers: Mapping[int, int]) -> int | None:
+        """The first request that has a hot lease or will, and blocks to give that nobody shares.
+
+        It is what `next_to_leave` would choose, found without looking at all requests.
+        """
+        for holders in offers:
+            pages = self._by_holder.get(holders)
+            if pages is not None and not self._would_need_hot(pages):
+                return holders
+        return None
+
+    def _would_need_hot(self, pages: RequestPages) -> bool:
+        return not pages.num_host_backed and not self.kv.hot.holds(pages.request_id)
+
     def _costs(self) -> SpillCosts:
         needing = 0
         for pages in self._requests.values():
-            if not pages.num_host_backed and not self.kv.hot.holds(pages.request_id):
+            if self._would_need_hot(pages):
                 needing |= pages.holder
         return SpillCosts(needing, self.kv.plan.hot_blocks, self.host_pool.num_free)
 

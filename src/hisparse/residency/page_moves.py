@@ -92,7 +92,8 @@ class PageMoves:
         The lowest pages first, fewer when the host pool is full. A shared block is copied once, and all sharers have
         the one host block from then on.
         """
-        owners = [owner for holder, owner in self._by_holder.items() if holder & holders]
+        alone = self._by_holder.get(holders)
+        owners = [alone] if alone is not None else [own for bit, own in self._by_holder.items() if bit & holders]
         whole = [owner for owner in owners if not owner.num_host_backed]
         copied: list[int] = []
         copies: list[PageCopy] = []
