@@ -32,6 +32,17 @@ class SlabMachine(RuleBasedStateMachine):
     def start(self, num_blocks: int) -> None:
         self.pool = SlabPool(num_blocks, "test")
         self.leases: list[Lease] = []
+        self.priced: set[int] = set()
+
+    @rule(holder=st.sampled_from(HOLDERS))
+    def price(self, holder: int) -> None:
+        self.pool.price(holder)
+        self.priced.add(holder)
+
+    @rule(holder=st.sampled_from(HOLDERS))
+    def settle(self, holder: int) -> None:
+        self.pool.settle(holder)
+        self.priced.discard(holder)
 
     def _of(self, block: DeviceBlockId) -> list[Lease]:
         return [lease for lease in self.leases if lease.block == block]
@@ -116,6 +127,9 @@ class SlabMachine(RuleBasedStateMachine):
                 offers[holders] += 1
                 places.setdefault(holders, []).append(number)
         assert self.pool.offers == offers
+        assert self.pool.priced_offers == {
+            holders: num for holders, num in offers.items() if any(holder & holders for holder in self.priced)
+        }
         assert self.pool.num_leaving == num_leaving
         for holders, found in places.items():
             assert self.pool.find_offers(range(self.pool.num_blocks), holders, 99) == found
@@ -170,7 +184,7 @@ def test_no_lease_is_marked_twice_or_ends_marked() -> None:
         pool.release([one])
 
 
-@pytest.mark.parametrize("damage", ["offers", "leaving", "mark"])
+@pytest.mark.parametrize("damage", ["offers", "leaving", "mark", "price"])
 def test_damage_is_found_by_the_invariants(damage: str) -> None:
     pool = SlabPool(4, "test")
     one, other = pool.allocate(2)
@@ -178,9 +192,11 @@ def test_damage_is_found_by_the_invariants(damage: str) -> None:
     pool.mark_leaving(other)
     pool.assert_invariants()
     if damage == "offers":
-        pool.offers[1] += 1
+        pool.free_offers[1] += 1
     elif damage == "leaving":
         pool.num_leaving = 0
+    elif damage == "price":
+        pool.priced = 1
     else:
         pool._leaving[one] = 1
     with pytest.raises(InvariantError):

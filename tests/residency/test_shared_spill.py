@@ -256,7 +256,7 @@ def test_what_a_request_had_when_the_pools_had_to_forget_is_not_found_once_it_is
     assert all(control.coordinator.host_pool.lookup_all(control.coordinator.prefix_keys(tokens)))
 
 
-@pytest.mark.parametrize("damage", ["owner", "host lease", "holder"])
+@pytest.mark.parametrize("damage", ["owner", "host lease", "holder", "price"])
 def test_damage_is_found_by_the_invariants(damage: str) -> None:
     world = sharers()
     back_both(world)
@@ -267,8 +267,10 @@ def test_damage_is_found_by_the_invariants(damage: str) -> None:
         del world.coordinator.pages("b").in_flight[1]
     elif damage == "host lease":
         world.coordinator.host_pool.release([HostBlockId(transfer.copies[0].host_block)])
+    elif damage == "price":
+        world.kv.slab.price(world.coordinator.pages("b").holder)
     else:
         block = DeviceBlockId(world.kv.resident.blocks("a")[5])
         world.kv.slab.withdraw([block], world.coordinator.pages("b").holder)
-    with pytest.raises(InvariantError, match=r"page 1 of request b|host block|offer leases"):
+    with pytest.raises(InvariantError, match=r"page 1 of request b|host block|offer leases|need hot leases"):
         world.coordinator.assert_invariants()

@@ -103,6 +103,7 @@ class KVCacheManager:
         if short > 0:
             return Admission(Verdict.WAIT, slab_short=short)
         self.hot.take(request_id)
+        self.slab.settle(1 << self._slots[request_id])
         return GRANTED
 
     def publish(self, request_id: str, first_page: int, keys: Sequence[bytes]) -> None:

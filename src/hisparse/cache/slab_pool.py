@@ -8,6 +8,9 @@ A lease is kept until its holder says otherwise:
 
 Requests with the same beginning share blocks, and a block comes free when its last lease ends. So it is blocks that are
 counted, by the holders without whom they stay, and never leases. A lease ends unmarked.
+
+A holder is *priced* while giving a block up would have it need a hot lease that it has not. Blocks with such a holder
+are counted apart, so that those that come at no price are at hand however many requests there are.
 """
 
 from array import array
@@ -26,13 +29,45 @@ class SlabPool(BlockPool[DeviceBlockId]):
 
     def __init__(self, num_blocks: int, name: str) -> None:
         super().__init__(num_blocks, name)
-        self.offers: dict[int, int] = {}
-        """By holders: the number of blocks that all of them lease, nobody else does, and all of them offer. Sets that
-        had such blocks for longest come first. Read it; only this class changes it."""
+        self.free_offers: dict[int, int] = {}
+        """By holders, none of whom is priced: the number of blocks that all of them lease, nobody else does, and all of
+        them offer. Sets of which that is true for longest come first. Read it; only this class changes it."""
+        self.priced_offers: dict[int, int] = {}
+        """The same by holders of whom some are priced."""
+        self.priced = 0
+        """The holders that are priced. `price` and `settle` change it."""
         self.num_leaving = 0
         """Blocks all of whose leases are leaving. Only this class changes it."""
         self._offered: list[int] = [0] * num_blocks
         self._leaving = array("i", bytes(4 * num_blocks))
+
+    # Prices.
+
+    @property
+    def offers(self) -> dict[int, int]:
+        """All offers in one, those at no price first."""
+        return self.free_offers | self.priced_offers
+
+    def price(self, holder: int) -> None:
+        """Giving blocks up would have `holder` need a hot lease. Idempotent."""
+        if not self.priced & holder:
+            self.priced |= holder
+            self._move(holder, self.free_offers, self.priced_offers)
+
+    def settle(self, holder: int) -> None:
+        """`holder` has its hot lease, or needs one whatever it gives, or is gone. Idempotent."""
+        if self.priced & holder:
+            self.priced ^= holder
+            self._move(holder, self.priced_offers, self.free_offers)
+
+    def _move(self, holder: int, source: dict[int, int], target: dict[int, int]) -> None:
+        """Sets with `holder`, whose price has changed, that no longer belong to `source`."""
+        for holders in [holders for holders in source if holders & holder]:
+            if self._offers_of(holders) is target:
+                target[holders] = source.pop(holders)
+
+    def _offers_of(self, holders: int) -> dict[int, int]:
+        return self.priced_offers if holders & self.priced else self.free_offers
 
     # Marks.
 
@@ -170,11 +205,12 @@ class SlabPool(BlockPool[DeviceBlockId]):
     def _count(self, holders: int, by: int) -> None:
         if not by:
             return
-        left = self.offers.get(holders, 0) + by
+        offers = self._offers_of(holders)
+        left = offers.get(holders, 0) + by
         if left:
-            self.offers[holders] = left
+            offers[holders] = left
         else:
-            del self.offers[holders]
+            del offers[holders]
 
     def assert_invariants(self) -> None:
         """The laws of every pool; and marks are on leases, each on one, and add up to the counts. O(num_blocks)."""
@@ -190,6 +226,8 @@ class SlabPool(BlockPool[DeviceBlockId]):
             if holders and holders.bit_count() == leases:
                 offers[holders] = offers.get(holders, 0) + 1
             num_leaving += 0 < leaving == leases
+        if any(self._offers_of(holders).get(holders) != number for holders, number in self.offers.items()):
+            raise InvariantError(f"pool {self.name}: offers of priced holders {self.priced:#x} are among the others")
         if offers != self.offers or num_leaving != self.num_leaving:
             raise InvariantError(
                 f"pool {self.name}: counts {self.offers} offered and {self.num_leaving} leaving blocks, "

@@ -5,7 +5,7 @@ blocks belong to the KV cache manager; the coordinator asks it to punch and fill
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -114,6 +114,7 @@ class HiSparseCoordinator(PageMoves):
                 num_backed += 1
         if num_backed:
             pages.num_host_backed += num_backed
+            self._set_price(pages)
             self._log.write(Table.HOST, pages.slot, first, pages.host[first:])
         self._offer(pages, first)
 
@@ -204,12 +205,9 @@ class HiSparseCoordinator(PageMoves):
         pays for that lease too; where nothing else comes free, with pages that it is yet to compute. Whose pages leave
         next, and when nobody's do, is said in `spill_order`.
         """
-        slab, offers = self.kv.slab, self.kv.slab.offers
+        slab = self.kv.slab
         self._num_asked += num_blocks
-        while slab.num_leaving < self._num_asked and offers:
-            giver = self._easy_giver(offers)
-            if giver is not None and self._spill(giver, self._num_asked - slab.num_leaving):
-                continue
+        while slab.num_leaving < self._num_asked and (offers := slab.free_offers or slab.priced_offers):
             costs = self._costs()
             choice = next_to_leave(offers, costs)
             if choice is None and not slab.num_leaving:
@@ -218,33 +216,14 @@ class HiSparseCoordinator(PageMoves):
                 break
             holders, num_hot = choice
             cost = num_hot * costs.hot_blocks
-            if self._spill(holders, self._num_asked + cost - slab.num_leaving):
-                self._num_asked += cost
-            else:
-                # The host has no room for these. It may still hold what others would give.
-                offers = {other: count for other, count in offers.items() if other != holders}
+            if not self._spill(holders, self._num_asked + cost - slab.num_leaving):
+                # The host has no room.
+                break
+            self._num_asked += cost
         return slab.num_leaving
 
-    def _easy_giver(self, offers: Mapping[int, int]) -> int | None:
-        """The first request that has a hot lease or will, and blocks to give that nobody shares.
-
-        It is what `next_to_leave` would choose, found without looking at all requests.
-        """
-        for holders in offers:
-            pages = self._by_holder.get(holders)
-            if pages is not None and not self._would_need_hot(pages):
-                return holders
-        return None
-
-    def _would_need_hot(self, pages: RequestPages) -> bool:
-        return not pages.num_host_backed and not self.kv.hot.holds(pages.request_id)
-
     def _costs(self) -> SpillCosts:
-        needing = 0
-        for pages in self._requests.values():
-            if self._would_need_hot(pages):
-                needing |= pages.holder
-        return SpillCosts(needing, self.kv.plan.hot_blocks, self.host_pool.num_free)
+        return SpillCosts(self.kv.slab.priced, self.kv.plan.hot_blocks, self.host_pool.num_free)
 
     def _coming(self) -> dict[int, int]:
         """By request, the blocks that it will be able to give beside those it can now.

@@ -45,6 +45,10 @@ def check_coordinator(
             _check_owner(owner, transaction.pages, transaction.transfer.transfer_id)
     coordinator.kv.assert_invariants(pins, index_pins)
     slab = coordinator.kv.slab
+    hot = coordinator.kv.hot
+    priced = sum(pages.holder for pages in requests if not pages.num_host_backed and not hot.holds(pages.request_id))
+    if priced != slab.priced:
+        raise InvariantError(f"requests {slab.priced:#x} are said to need hot leases if they spill; {priced:#x} would")
     for number in range(1, slab.num_blocks):
         marked, expected = slab.marks(DeviceBlockId(number)), marks.get(number, (0, 0))
         if marked != expected:

@@ -58,6 +58,14 @@ class PageMoves:
         if (other := self._by_holder.get(pages.holder)) is not None:
             raise InvariantError(f"slot {pages.slot} of request {pages.request_id} is lent to {other.request_id}")
         self._requests[pages.request_id] = self._by_holder[pages.holder] = pages
+        self._set_price(pages)
+
+    def _set_price(self, pages: RequestPages) -> None:
+        """Whoever reads from the host needs a hot lease anyway; others would need one once a page of theirs leaves."""
+        if pages.num_host_backed or self.kv.hot.holds(pages.request_id):
+            self.kv.slab.settle(pages.holder)
+        else:
+            self.kv.slab.price(pages.holder)
 
     def pages(self, request_id: str) -> RequestPages:
         """The request's page records. Read them; only the coordinator changes them.
@@ -82,6 +90,7 @@ class PageMoves:
             if pages in transaction.owners:
                 transaction.owners.remove(pages)
         self._leaving = [(owner, page) for owner, page in self._leaving if owner is not pages]
+        self.kv.slab.settle(pages.holder)
         return pages
 
     # To the host.
@@ -92,8 +101,7 @@ class PageMoves:
         The lowest pages first, fewer when the host pool is full. A shared block is copied once, and all sharers have
         the one host block from then on.
         """
-        alone = self._by_holder.get(holders)
-        owners = [alone] if alone is not None else [own for bit, own in self._by_holder.items() if bit & holders]
+        owners = self._owners(holders)
         whole = [owner for owner in owners if not owner.num_host_backed]
         copied: list[int] = []
         copies: list[PageCopy] = []
@@ -123,7 +131,18 @@ class PageMoves:
             self._begin(owners, copied, copies, Direction.DEVICE_TO_HOST)
         if num_spilled:
             self._newly_backed += [owner.request_id for owner in whole]
+            for owner in whole:
+                self._set_price(owner)
         return num_spilled
+
+    def _owners(self, holders: int) -> list[RequestPages]:
+        """The requests of a set of holders."""
+        owners = []
+        while holders:
+            lowest = holders & -holders
+            owners.append(self._by_holder[lowest])
+            holders ^= lowest
+        return owners
 
     def _shared_pages(self, pages: RequestPages, holders: int, limit: int) -> list[tuple[int, DeviceBlockId]]:
         """Up to `limit` pages of a request that exactly `holders` share and offer, the lowest first."""
@@ -206,6 +225,7 @@ class PageMoves:
         self._log.write(Table.HOST, pages.slot, page, (NULL_BLOCK,))
         self.host_pool.release((HostBlockId(pages.host[page]),))
         pages.host[page] = NULL_BLOCK
+        self._set_price(pages)
         self.totals.restores += 1
 
     # The worker's side of the conversation.

@@ -29,6 +29,10 @@ def next_to_leave(offers: Mapping[int, int], costs: SpillCosts) -> tuple[int, in
 
     `offers`: by requests, the blocks that exactly they share and would give up. None: nothing is worth giving.
     """
+    for holders in offers:
+        if not holders & costs.needing and holders.bit_count() == 1:
+            # At no price, and of no more than one request: nothing comes before it.
+            return holders, 0
     paid, _ = next(worth_giving(offers, costs), (None, 0))
     if paid is None:
         return None
