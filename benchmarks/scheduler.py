@@ -26,7 +26,8 @@ from hisparse.config import CacheConfig, ModelGeometry, plan_cache
 from hisparse.connector import HiSparseWorkerMetadata
 from hisparse.engine.request import Request
 from hisparse.engine.sampler import SamplingParams
-from hisparse.engine.scheduler import ScheduledStep, Scheduler
+from hisparse.engine.scheduled_step import ScheduledStep
+from hisparse.engine.scheduler import Scheduler
 from hisparse.geometry import latent_row
 from hisparse.protocol import SparseKVWorkerReport
 

@@ -87,7 +87,7 @@ def test_a_directory_too_small_for_a_block_is_said_with_the_name_of_its_option(
     folder = ["--offload-dir", str(tmp_path), "--offload-capacity", "1"]
     assert main(["generate", MODEL, "--prompt", "x", *folder]) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith("hisparse: --offload-capacity of 1 holds no block")
+    assert shown.startswith("hisparse: a file capacity of 1 bytes (--offload-capacity) holds no block")
     assert "it must be at least" in shown
 
 

@@ -12,7 +12,8 @@ from hisparse.cache.groups import GroupKind
 from hisparse.config import CacheConfig, CachePlan, ModelGeometry, WriteBack, plan_cache
 from hisparse.connector import ConnectorMetadata, HiSparseMetadata, HiSparseWorkerMetadata
 from hisparse.engine.request import Request, RequestStatus
-from hisparse.engine.scheduler import ScheduledStep, Scheduler
+from hisparse.engine.scheduled_step import ScheduledStep
+from hisparse.engine.scheduler import Scheduler
 from hisparse.geometry import RowFormat, device_blocks
 from hisparse.protocol import Direction, SparseKVWorkerReport, Table, TransferId
 from tests.engine.paper_tiers import PaperTiers

@@ -9,7 +9,8 @@ import pytest
 from hisparse.config import CachePlan, WriteBack
 from hisparse.connector import HiSparseMetadata
 from hisparse.engine.request import Request, RequestStatus
-from hisparse.engine.scheduler import ScheduledStep, Scheduler
+from hisparse.engine.scheduled_step import ScheduledStep
+from hisparse.engine.scheduler import Scheduler
 from hisparse.errors import CapacityError, InvariantError
 from hisparse.protocol import TransferId
 from tests.engine.paper_worker import BLOCK_SIZE, Drive, PaperWorker, random_plan, small_plan

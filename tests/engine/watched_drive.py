@@ -3,7 +3,7 @@
 from typing import Any
 
 from hisparse.engine.request import Request
-from hisparse.engine.scheduler import ScheduledStep
+from hisparse.engine.scheduled_step import ScheduledStep
 from tests.engine.paper_worker import BLOCK_SIZE, Drive
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hisparse.errors import BackendError, CapacityError, InputError, InvariantError
-from hisparse.offload import memory_limits, region_control, shared_file
+from hisparse.offload import region_control, region_room, shared_file
 from hisparse.offload.region import Membership, SharedRegion, new_region_name
 from hisparse.offload.region_sweep import PREFIX, sweep_regions
 from hisparse.worker.memory_limits import Room
@@ -366,4 +366,4 @@ def test_a_folder_without_shared_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"there is no shared memory in .*missing"):
         SharedRegion.create("one", 1, 4096, directory=tmp_path / "missing")
     with pytest.raises(BackendError, match=r"there is no shared memory in .*missing"):
-        memory_limits.rooms(tmp_path / "missing")
+        region_room.rooms(tmp_path / "missing")

@@ -15,7 +15,7 @@ from hisparse.cli.options import GenerateOptions
 from hisparse.cli.progress import on_terminal
 from hisparse.cli.rank_watch import RankEnded, RankWatch
 from hisparse.cli.render import describe_turn, print_totals, visible
-from hisparse.cli.session import EXIT_DONE, check_options, engine_config, load, open_engine, sampling_params
+from hisparse.cli.session import EXIT_DONE, check_options, engine_config, load, sampling_params
 from hisparse.cli.streams import complain
 from hisparse.errors import InputError
 
@@ -48,6 +48,7 @@ def run_chat(options: GenerateOptions, context: int | None) -> int:
 
 
 def _run(options: GenerateOptions, context: int | None, meter: "EngineMeter | None") -> int:
+    from hisparse.engine import Engine
     from hisparse.engine.tp import ProcessExecutor
 
     params = sampling_params(options.sampling)
@@ -58,7 +59,7 @@ def _run(options: GenerateOptions, context: int | None, meter: "EngineMeter | No
     params = replace(params, stop=(*params.stop, *conversation.stop))
     longest_prompt = context - params.max_tokens
     config = engine_config(options, loaded.geometry_for(options.device.kv_dtype), [longest_prompt])
-    with open_engine(loaded, config, meter) as engine:
+    with Engine(loaded, config, meter=meter) as engine:
         pids = engine.executor.pids if isinstance(engine.executor, ProcessExecutor) else ()
         with Interrupts() as interrupts, RankWatch(pids) as ranks:
             return Chat(engine, conversation, params, interrupts, ranks).run()

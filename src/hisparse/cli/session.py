@@ -16,7 +16,7 @@ from hisparse.cli.render import describe_mismatch, print_table, print_texts, vis
 from hisparse.cli.report import RunReport, report_json
 from hisparse.cli.streams import complain
 from hisparse.config import ModelGeometry, WriteBack, parse_size
-from hisparse.errors import CapacityError, InputError
+from hisparse.errors import InputError
 
 if TYPE_CHECKING:
     from hisparse.engine import Engine, EngineConfig, EngineMeter, LoadedModel, SamplingParams, TensorParallel
@@ -46,6 +46,8 @@ def run_generate(options: GenerateOptions) -> int:
 
 
 def _run(options: GenerateOptions, prompts: Sequence[Prompt], meter: "EngineMeter | None") -> int:
+    from hisparse.engine import Engine
+
     params = sampling_params(options.sampling)
     loaded = load(options)
     prompt_ids = encode_prompts(prompts, loaded.tokenizer.encode)
@@ -53,7 +55,7 @@ def _run(options: GenerateOptions, prompts: Sequence[Prompt], meter: "EngineMete
     config = engine_config(options, loaded.geometry_for(options.device.kv_dtype), [len(ids) for ids in prompt_ids])
     report, interrupted = None, False
     try:
-        with open_engine(loaded, config, meter) as engine:
+        with Engine(loaded, config, meter=meter) as engine:
             _add_requests(engine, prompts, prompt_ids, params)
             interrupted = not _drive(engine, options, prompt_ids)
             report = RunReport(engine.results(), engine.stats())
@@ -93,16 +95,6 @@ def load(options: GenerateOptions, *, with_weights: bool = False) -> "LoadedMode
     from hisparse.engine import load_model
 
     return load_model(options.model, options.dtype, options.device.device)
-
-
-def open_engine(loaded: "LoadedModel", config: "EngineConfig", meter: "EngineMeter | None") -> "Engine":
-    """An engine, whose refusals name the options of the command line. Raises as `Engine` does."""
-    from hisparse.engine import Engine
-
-    try:
-        return Engine(loaded, config, meter=meter)
-    except CapacityError as error:
-        raise CapacityError(str(error).replace("capacity_bytes", "--offload-capacity")) from error
 
 
 def engine_config(options: GenerateOptions, model: ModelGeometry, prompt_tokens: Sequence[int]) -> "EngineConfig":

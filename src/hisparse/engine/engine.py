@@ -34,7 +34,8 @@ from hisparse.engine.request import FinishReason, Request, RequestStatus, check_
 from hisparse.engine.result import RequestResult
 from hisparse.engine.revision import check_weights, model_identity
 from hisparse.engine.sampler import SamplingParams
-from hisparse.engine.scheduler import ScheduledStep, Scheduler
+from hisparse.engine.scheduled_step import ScheduledStep
+from hisparse.engine.scheduler import Scheduler
 from hisparse.engine.stats import BytesMoved, EngineStats, KVUse, PageWatch, RowUse
 from hisparse.engine.tp import ProcessExecutor
 from hisparse.errors import CapacityError, InputError, InvariantError

@@ -7,35 +7,21 @@ its forward.
 
 import heapq
 import time
-from dataclasses import dataclass, field
 
 from hisparse.cache import GRANTED, Admission, KVCacheManager, TableLog
 from hisparse.config import CachePlan
-from hisparse.connector import ConnectorMetadata, ConnectorWorkerMetadata, HiSparseConnector, KVConnector
+from hisparse.connector import ConnectorWorkerMetadata, HiSparseConnector, KVConnector
 from hisparse.connector.prefix_source import PrefixSource
 from hisparse.engine.admission_gate import AdmissionGate, Follow
 from hisparse.engine.pages_underway import PagesUnderway
 from hisparse.engine.prefix_loads import PrefixLoads
 from hisparse.engine.request import Request, RequestStatus
 from hisparse.engine.reuse import ReusedTokens, count_hit
+from hisparse.engine.scheduled_step import ScheduledStep
 from hisparse.engine.waiting_queue import WaitingQueue
 from hisparse.errors import InvariantError
 from hisparse.geometry import ceil_div
 from hisparse.residency import Demand, HiSparseCoordinator, PrefixHit
-
-
-@dataclass(slots=True)
-class ScheduledStep:
-    """One step's work. `decodes` compute one token each, the last of theirs; `prefills` the next `n` of theirs."""
-
-    number: int
-    decodes: list[Request] = field(default_factory=list)
-    prefills: list[tuple[Request, int]] = field(default_factory=list)
-    meta: ConnectorMetadata = field(default_factory=ConnectorMetadata)
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.decodes or self.prefills)
 
 
 class Scheduler:

@@ -21,8 +21,8 @@ import numpy as np
 from hisparse.errors import BackendError, InputError, InvariantError
 from hisparse.offload import region_control as control
 from hisparse.offload import shared_file
-from hisparse.offload.memory_limits import require_room, rooms
 from hisparse.offload.region_control import ControlPage, RegionShape
+from hisparse.offload.region_room import require_room, rooms
 from hisparse.offload.region_sweep import PREFIX, sweep_regions
 from hisparse.offload.shared_file import SHARED_MEMORY
 

@@ -47,6 +47,14 @@ def run_to_the_end(world: World, filesystem: DrivenFileSystem) -> bool:
     return said is None
 
 
+def check_afterwards(world: World, descriptors: int, threads: int) -> None:
+    """Nothing that must hold was lost, the next tier starts well, and no descriptor or thread is left of either."""
+    world.check()
+    world.check_restart()
+    assert num_descriptors() == descriptors
+    assert threading.active_count() == threads
+
+
 @pytest.mark.parametrize(
     ("code", "late"),
     [
@@ -70,10 +78,7 @@ def test_whichever_call_fails_nothing_partial_is_visible_and_nothing_foreign_is_
         act = failing(number, code)
         filesystem = DrivenFileSystem(nothing, act) if late else DrivenFileSystem(act)
         num_started += run_to_the_end(world, filesystem)
-        world.check()
-        world.check_restart()
-        assert num_descriptors() == descriptors
-        assert threading.active_count() == threads
+        check_afterwards(world, descriptors, threads)
         if len(filesystem.calls) <= number:
             break
         failed.append(filesystem.calls[number])
@@ -99,10 +104,7 @@ def test_from_whichever_call_on_nothing_can_be_written_nothing_partial_is_visibl
 
         filesystem = DrivenFileSystem(refuse)
         num_started += run_to_the_end(world, filesystem)
-        world.check()
-        world.check_restart()
-        assert num_descriptors() == descriptors
-        assert threading.active_count() == threads
+        check_afterwards(world, descriptors, threads)
         if len(filesystem.calls) <= number:
             break
     assert 0 < num_started < number

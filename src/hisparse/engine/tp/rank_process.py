@@ -74,7 +74,7 @@ class Inherited:
     order: Any
 
 
-def run_rank(spec: RankSpec, inherited: Inherited) -> None:
+def run_rank(spec: RankSpec, inherited: Inherited) -> NoReturn:
     """The whole life of a rank. Never returns: what fails is said over the channel, and in the exit code."""
     words = inherited.words.detach()
     # Standard output is the parent's: what commands print there is for programs to read.

@@ -74,8 +74,8 @@ class FileTier:
         file_bytes = HEADER_BYTES + identity.row_bytes
         if config.capacity_bytes < file_bytes * len(roots):
             raise CapacityError(
-                f"capacity_bytes of {config.capacity_bytes} holds no block in each of {len(roots)} directories: "
-                f"it must be at least {file_bytes * len(roots)}"
+                f"a file capacity of {config.capacity_bytes} bytes (--offload-capacity) holds no block in each of "
+                f"{len(roots)} directories: it must be at least {file_bytes * len(roots)}"
             )
         self._digest = identity.digest
         self._row_bytes = identity.row_bytes

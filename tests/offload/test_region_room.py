@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from hisparse.errors import CapacityError
-from hisparse.offload.memory_limits import require_room, rooms
 from hisparse.offload.region_control import RegionShape
+from hisparse.offload.region_room import require_room, rooms
 from hisparse.worker.memory_limits import Room
 
 SHM = Path("/dev/shm")
